@@ -1,0 +1,159 @@
+"""Candidate lists: a run's documents with their text, in first-stage order, judged by the collection's qrels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from blockrank.data.collection import Collection
+from blockrank.data.documents import Documents
+from blockrank.data.trec import check_overlap, ranked
+from blockrank.errors import UserError
+from blockrank.types import CandidateList, Qrels, Query, Run
+
+log = logging.getLogger(__name__)
+
+
+class CandidateLists(Sequence[CandidateList]):
+    """Lists of one split, made when asked for; memory holds ids and scores only.
+
+    `ranking(i)` gives the document ids of list i without reading text. `uninformative` says that the first stage's
+    scores are equal within every list, so that no baseline should be reported from them.
+    `dropped` counts run documents that are not in the collection.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        queries: Sequence[Query],
+        run: Run,
+        qrels: Qrels,
+        *,
+        uninformative: bool = False,
+        dropped: int = 0,
+    ) -> None:
+        self.documents = documents
+        self.queries = tuple(queries)
+        self.qrels = qrels
+        self.uninformative = uninformative
+        self.dropped = dropped
+        self._run = run
+
+    def ranking(self, index: int) -> tuple[str, ...]:
+        """Document ids of list `index`, best first."""
+        return tuple(self._run[self.queries[index].id])
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    @overload
+    def __getitem__(self, index: int) -> CandidateList: ...
+    @overload
+    def __getitem__(self, index: slice) -> CandidateLists: ...
+    def __getitem__(self, index: int | slice) -> CandidateList | CandidateLists:
+        if isinstance(index, slice):
+            chosen = self.queries[index]
+            flags = {"uninformative": self.uninformative, "dropped": self.dropped}
+            return CandidateLists(self.documents, chosen, self._run, self.qrels, **flags)
+        query = self.queries[index]
+        ranking = self._run[query.id]
+        judged = self.qrels.get(query.id)
+        return CandidateList(
+            query=query,
+            documents=tuple(self.documents[i] for i in ranking),
+            scores=tuple(ranking.values()),
+            relevance=None if judged is None else tuple(judged.get(i, 0) for i in ranking),
+        )
+
+
+def candidate_lists(
+    collection: Collection,
+    run: Run,
+    split: str,
+    depth: int | None = None,
+    *,
+    missing_documents: Literal["error", "drop"] = "error",
+    with_positives: bool = False,
+) -> CandidateLists:
+    """Lists of those of the split's queries that are in `run`, in the split's order, at most `depth` documents each.
+
+    Documents go by score, highest first; ties by document id descending, as trec_eval has it, unless the scores say
+    nothing: then the run's order stands. Where the collection ignores self (ArguAna, Quora)
+    a query's own id is left out before the cut. `with_positives` lets positives that the cut or the first stage left
+    out take the places of the last candidates, with scores below all others: for lists that always hold an answer.
+
+    Raises `UserError` when `run` and the split share no query, and for run documents that are not in the collection
+    (they are dropped and counted with `missing_documents="drop"`).
+    """
+    if depth is not None and depth < 1:
+        raise UserError(f"depth must be at least 1, got {depth}")
+    queries = collection.queries(split)
+    check_overlap(queries, run, f"{collection.name} ({split})", "the run", "query")
+    found = [query for query in queries.values() if query.id in run]
+    qrels = collection.qrels(split)
+    rankings = {query.id: run[query.id] for query in found}
+    if collection.ignore_self:
+        own = sum(query in ranking for query, ranking in rankings.items())
+        log.info("%s: the query itself was left out of %d candidate lists", collection.name, own)
+        rankings = {q: {d: score for d, score in ranking.items() if d != q} for q, ranking in rankings.items()}
+    uninformative = _equal_scores(rankings)
+    if uninformative:
+        log.warning(
+            "%s (%s): the first-stage scores of each list are equal: they keep the run's order, which is no baseline",
+            collection.name,
+            split,
+        )
+    ties = "input" if uninformative else "document"
+    cut: Run = {q: dict(ranked(ranking, ties)[:depth]) for q, ranking in rankings.items()}
+    dropped = _drop_missing(cut, collection, missing_documents)
+    if with_positives:
+        step = 0.0 if uninformative else 1.0
+        cut = {q: _with_positives(cut[q], qrels.get(q, {}), collection.documents, depth, step) for q in cut}
+    return CandidateLists(collection.documents, found, cut, qrels, uninformative=uninformative, dropped=dropped)
+
+
+def _equal_scores(run: Run) -> bool:
+    """Whether every list of two or more has one score throughout."""
+    rankings = [ranking.values() for ranking in run.values() if len(ranking) > 1]
+    return bool(rankings) and all(len(set(scores)) == 1 for scores in rankings)
+
+
+def _with_positives(
+    ranking: dict[str, float], judged: dict[str, int], documents: Documents, depth: int | None, step: float
+) -> dict[str, float]:
+    """`ranking` with all positives that have text, cut to `depth` again from its end, positives spared.
+
+    Those added get a score `step` below all others.
+    """
+    positives = [d for d, grade in judged.items() if grade > 0 and d in documents]
+    left_out = [d for d in positives if d not in ranking]
+    if not left_out:
+        return ranking
+    others = [d for d in ranking if d not in positives]
+    if depth is not None:
+        others = others[: max(depth - len(positives), 0)]
+    kept = {d: score for d, score in ranking.items() if d in positives or d in others}
+    below = min(ranking.values(), default=0.0) - step
+    return kept | dict.fromkeys(left_out, below)
+
+
+def _drop_missing(run: Run, collection: Collection, policy: Literal["error", "drop"]) -> int:
+    """Removes from `run` what the collection lacks, and returns how many entries that were."""
+    missing = collection.documents.missing(document for ranking in run.values() for document in ranking)
+    if not missing:
+        return 0
+    sample = ", ".join(map(repr, missing[:5])) + (", …" if len(missing) > 5 else "")
+    if policy == "error":
+        raise UserError(
+            f"{len(missing)} documents of the run are not in {collection.name}: {sample}; use the run's own corpus, or "
+            "set missing_documents=drop"
+        )
+    absent = set(missing)
+    dropped = 0
+    for query, ranking in run.items():
+        kept = {document: score for document, score in ranking.items() if document not in absent}
+        dropped += len(ranking) - len(kept)
+        run[query] = kept
+    log.warning("dropped %d run entries of documents that are not in %s: %s", dropped, collection.name, sample)
+    return dropped

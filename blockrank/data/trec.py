@@ -1,0 +1,202 @@
+"""Judgements (qrels) and runs in TREC's formats and their relatives; ids are exact strings from here on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from blockrank.data.files import as_id, atomic_write, columns, read_lines
+from blockrank.errors import UserError
+from blockrank.types import Qrels, Run
+
+log = logging.getLogger(__name__)
+
+_HEADER_WORDS = frozenset(
+    {"query-id", "query_id", "queryid", "qid", "query", "topic", "topic-id", "topic_id", "corpus-id", "corpus_id"}
+    | {"doc-id", "doc_id", "docid", "docno", "pid", "iteration", "iter", "q0"}
+    | {"score", "rel", "relevance", "label", "grade", "judgment", "judgement", "rating"}
+)
+
+
+def read_qrels(path: str | Path) -> Qrels:
+    """Judgements of a file with 4 columns (query, iteration, document, grade) or 3 (query, document, grade).
+
+    Tabs or blanks, with or without a header line (known by its words, never by its position), blank lines skipped.
+
+    Raises `UserError` with file:line for another number of columns, a grade that is no integer, or two different grades
+    of one pair.
+    """
+    qrels: Qrels = {}
+    allowed: tuple[int, ...] = (3, 4)
+    first = True
+    for number, text in read_lines(path):
+        fields = columns(text, allowed)
+        if first:
+            first = False
+            if fields is not None and _is_header(fields):
+                continue
+        where = f"{path}:{number}"
+        if fields is None:
+            expected = " or ".join(map(str, allowed))
+            raise UserError(f"{where}: expected {expected} columns (query, [iteration,] document, grade), got {text!r}")
+        allowed = (len(fields),)
+        query, document, grade = fields[0], fields[-2], _grade(fields[-1], where)
+        known = qrels.setdefault(query, {}).setdefault(document, grade)
+        if known != grade:
+            raise UserError(f"{where}: query {query!r}, document {document!r} is judged {grade}, but {known} above")
+    return qrels
+
+
+def read_run(path: str | Path, depth: int | None = None) -> Run:
+    """A run of 6 columns (query, Q0, document, rank, score, tag) or MS MARCO's 3 (query, document, rank).
+
+    With 3 columns the score is minus the rank. Keeps file order, and of each query its `depth` best lines (None: all).
+
+    Raises `UserError` with file:line for a broken line, a score that is not finite, or a document a query lists twice.
+    """
+    run: Run = {}
+    ids: dict[str, str] = {}
+    allowed: tuple[int, ...] = (3, 6)
+    for number, text in read_lines(path):
+        where = f"{path}:{number}"
+        fields = columns(text, allowed)
+        if fields is None:
+            expected = " or ".join(map(str, allowed))
+            raise UserError(
+                f"{where}: expected {expected} columns (query Q0 document rank score tag, or query document rank), "
+                f"got {text!r}"
+            )
+        allowed = (len(fields),)
+        query = fields[0]
+        if len(fields) == 6:
+            document, score = fields[2], _score(fields[4], where)
+        else:
+            document, score = fields[1], -float(_rank(fields[2], where))
+        ranking = run.setdefault(query, {})
+        document = ids.setdefault(document, document)
+        if document in ranking:
+            raise UserError(f"{where}: document {document!r} is listed twice for query {query!r}")
+        ranking[document] = score
+    return run if depth is None else {query: dict(ranked(ranking)[:depth]) for query, ranking in run.items()}
+
+
+def write_run(path: str | Path, run: Run, tag: str, ties: Literal["document", "input"] = "document") -> int:
+    """Writes `run` in TREC's 6 columns, atomically, and returns how many documents were tied with the one before them.
+
+    Documents go by score, highest first. Ties go by document id, last first, as trec_eval breaks them; with
+    `ties="input"` they keep the run's own order. Scores are written strictly decreasing in single precision (a tie is
+    lowered by the smallest step), so every reader finds the same order.
+
+    Raises `UserError` naming query and document for a score that is not finite, or an id that cannot stand in a column.
+    """
+    tied = 0
+    lines: list[list[str]] = []
+    for query, ranking in run.items():
+        ordered = ranked(ranking) if ties == "input" else ranked(dict(sorted(ranking.items(), reverse=True)))
+        previous = math.inf
+        written = np.float32(np.inf)
+        for rank, (document, score) in enumerate(ordered, start=1):
+            if not math.isfinite(score) or abs(score) > float(np.finfo(np.float32).max):
+                raise UserError(f"query {query!r}, document {document!r}: the score {score} cannot be written")
+            tied += score == previous
+            previous = score
+            written = min(np.float32(score), _below(written))
+            lines.append([query, "Q0", document, str(rank), f"{written:.9g}", tag])
+    separator = "\t" if any(" " in field for line in lines for field in line) else " "
+    with atomic_write(Path(path)) as file:
+        for line in lines:
+            if any(not field or any(c in field for c in "\t\r\n") for field in line):
+                what = f"query {line[0]!r}, document {line[2]!r}, tag {line[5]!r}"
+                raise UserError(f"{path}: {what}: an id or tag is empty or holds a tab or a line end")
+            file.write(separator.join(line).encode() + b"\n")
+    return tied
+
+
+def ranked(ranking: Mapping[str, float], ties: Literal["document", "input"] = "input") -> list[tuple[str, float]]:
+    """(document id, score) by score, highest first; ties by document id descending, as trec_eval, or in input order."""
+    items = sorted(ranking.items(), reverse=True) if ties == "document" else ranking.items()
+    return sorted(items, key=lambda item: -item[1])
+
+
+def as_run(run: Mapping[Any, Mapping[Any, Any]]) -> Run:
+    """A run with str ids and float scores, from one with int ids, NumPy scalars and the like."""
+    return {
+        as_id(_plain(q), "run"): {as_id(_plain(d), f"run, query {q!r}"): float(s) for d, s in ranking.items()}
+        for q, ranking in run.items()
+    }
+
+
+def as_qrels(qrels: Mapping[Any, Mapping[Any, Any]]) -> Qrels:
+    """Judgements with str ids and int grades, from int ids, NumPy scalars and the like."""
+    return {
+        as_id(_plain(q), "qrels"): {as_id(_plain(d), f"qrels, query {q!r}"): int(g) for d, g in judged.items()}
+        for q, judged in qrels.items()
+    }
+
+
+def check_overlap(left: Iterable[str], right: Iterable[str], left_name: str, right_name: str, what: str) -> None:
+    """Raises `UserError` with sample ids of both sides when both hold ids and share none; logs a partial overlap."""
+    ours, theirs = list(dict.fromkeys(left)), list(dict.fromkeys(right))
+    shared = len(set(ours) & set(theirs))
+    if ours and theirs and not shared:
+        raise UserError(
+            f"no {what} id of {left_name} is in {right_name}: {left_name} has {_sample(ours)}, "
+            f"{right_name} has {_sample(theirs)}"
+        )
+    if shared < len(ours):
+        log.warning("%d of %d %s ids of %s are not in %s", len(ours) - shared, len(ours), what, left_name, right_name)
+
+
+def _below(score: np.float32) -> np.float32:
+    """The next lower float32, kept out of the denormal range that some readers flush to zero."""
+    if not np.isfinite(score):
+        return score
+    return min(np.nextafter(score, np.float32(-np.inf)), np.float32(score - np.float32(1e-30)))
+
+
+def _is_header(fields: list[str]) -> bool:
+    """Whether a first line names columns: its last field is no number, and some field is a word headers use."""
+    try:
+        float(fields[-1])
+    except ValueError:
+        return any(field.strip('"').lower() in _HEADER_WORDS for field in fields)
+    return False
+
+
+def _grade(text: str, where: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():
+        raise UserError(f"{where}: a grade must be an integer, got {text!r}")
+    return int(value)
+
+
+def _score(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{where}: a score must be a finite number, got {text!r}")
+    return value
+
+
+def _rank(text: str, where: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise UserError(f"{where}: a rank must be a whole number, got {text!r}")
+    return int(text)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _sample(ids: list[str], count: int = 3) -> str:
+    return ", ".join(map(repr, ids[:count])) + (", …" if len(ids) > count else "")

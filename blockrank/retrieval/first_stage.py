@@ -1,0 +1,43 @@
+"""The run whose documents are re-ranked: from a file, from the collection, or by BM25 on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blockrank.data.collection import Collection, HasCandidates
+from blockrank.data.irds import IrDatasetsCollection
+from blockrank.data.trec import read_run
+from blockrank.errors import UserError
+from blockrank.retrieval.bm25 import BM25Index
+from blockrank.types import Run
+
+SOURCES = ("bm25", "scoreddocs", "own")
+
+
+def first_stage(collection: Collection, split: str, source: str | Path | None = None, depth: int = 100) -> Run:
+    """The candidates of a split's queries, `depth` for each (one more where a query may find itself).
+
+    `source` is `bm25`, `scoreddocs` (ir_datasets), `own` (lists that come with the collection: icr, hf), or the path of
+    a run file. None takes the collection's own lists where it has any, else BM25.
+
+    Raises `UserError` when the collection does not have what is asked for.
+    """
+    if depth < 1:
+        raise UserError(f"depth must be at least 1, got {depth}")
+    depth += collection.ignore_self
+    if source is None:
+        source = "own" if isinstance(collection, HasCandidates) else "bm25"
+    if source == "own":
+        if not isinstance(collection, HasCandidates):
+            raise UserError(f"{collection.name} has no candidates of its own; use bm25 or the path of a run file")
+        return collection.candidates(split, depth)
+    if source == "scoreddocs":
+        if not isinstance(collection, IrDatasetsCollection):
+            raise UserError(f"only ir_datasets collections have scoreddocs; {collection.name} is none")
+        return collection.scored_documents(split, depth)
+    if source == "bm25":
+        return BM25Index.build(collection.documents).search(collection.queries(split), depth)
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"candidates: {source} is no file, and none of {', '.join(SOURCES)}")
+    return read_run(path, depth)

@@ -1,0 +1,195 @@
+"""Qrels and runs: every shape they come in, and one order that survives any reader."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockrank.data.trec import as_qrels, as_run, check_overlap, ranked, read_qrels, read_run, write_run
+from blockrank.errors import UserError
+
+TWO = {"q1": {"d1": 1}, "q2": {"d2": 0}}
+SHAPES = {
+    "4 columns, blanks": "q1 0 d1 1\nq2 0 d2 0\n",
+    "4 columns, tabs": "q1\t0\td1\t1\nq2\t0\td2\t0\n",
+    "3 columns, BEIR header": "query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t0\n",
+    "3 columns, no header": "q1\td1\t1\nq2\td2\t0\n",
+    "3 columns, blanks": "q1 d1 1\nq2 d2 0",
+    "4 columns, header": "qid iter docno rel\nq1 0 d1 1\nq2 0 d2 0\n",
+    "another header": "query-id\tdoc-id\trelevance\nq1\td1\t1\nq2\td2\t0\n",
+    "BOM and CRLF": "\ufeffquery-id\tcorpus-id\tscore\r\nq1\td1\t1\r\nq2\td2\t0\r\n",
+    "BOM without header": "\ufeffq1\td1\t1\r\nq2\td2\t0\r\n",
+    "blank lines": "\nq1 0 d1 1\n\nq2 0 d2 0\n\n  \n",
+    "grades as decimals": "q1 0 d1 1.0\nq2 0 d2 0.0\n",
+    "a judgement twice": "q1 0 d1 1\nq1 0 d1 1\nq2 0 d2 0\n",
+}
+
+
+def write(folder: Path, text: str, name: str = "file") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES.keys())
+def test_qrels_of_every_shape_are_the_same(tmp_path: Path, text: str) -> None:
+    assert read_qrels(write(tmp_path, text)) == TWO
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "hint"),
+    [
+        ("q1 0 d1 1\nq2 0 d2 0\nq3 d3\n", 3, "expected 4 columns"),
+        ("q1\td1\t1\nq2\t0\td2\t0\n", 2, "expected 3 columns"),
+        ("q1 0 d1 1 extra\n", 1, "expected 3 or 4 columns"),
+        ("q1 0 d1 high\n", 1, "a grade must be an integer, got 'high'"),
+        ("q1 0 d1 1\nquery-id corpus-id x score\n", 2, "got 'score'"),
+        ("q1 0 d1 0.5\n", 1, "got '0.5'"),
+        ("q1 0 d1 nan\n", 1, "got 'nan'"),
+        ("q1 0 d1 1\nq1 0 d1 2\n", 2, "is judged 2, but 1 above"),
+    ],
+)
+def test_a_bad_judgement_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, hint: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=r"file:\d+: ") as caught:
+        read_qrels(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert hint in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "latin"
+    path.write_bytes(b"q1 0 d1 1\nq2 0 caf\xe9 1\n")
+    with pytest.raises(UserError, match=":2: not UTF-8"):
+        read_qrels(path)
+
+
+def test_an_absent_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        read_qrels(tmp_path / "none")
+    with pytest.raises(UserError, match="is a folder"):
+        read_run(tmp_path)
+
+
+def test_ids_stay_exact_strings(tmp_path: Path) -> None:
+    text = "007\td 1\t1\n7\t\u00a0é#%\t2\n1.0\t日本\u2028x\t0\n"
+    assert read_qrels(write(tmp_path, text)) == {"007": {"d 1": 1}, "7": {"\u00a0é#%": 2}, "1.0": {"日本\u2028x": 0}}
+
+
+def test_runs_of_six_and_three_columns(tmp_path: Path) -> None:
+    six = write(tmp_path, "q1 Q0 b 1 2.5 t\nq1 Q0 a 2 -1e-3 t\nq2\tQ0\ta\t1\t7\tt\n", "six")
+    assert read_run(six) == {"q1": {"b": 2.5, "a": -0.001}, "q2": {"a": 7.0}}
+    three = write(tmp_path, "q1\tb\t1\nq1\ta\t2\nq2\ta\t1\n", "three")
+    assert read_run(three) == {"q1": {"b": -1.0, "a": -2.0}, "q2": {"a": -1.0}}
+    assert list(read_run(three)["q1"]) == ["b", "a"]
+
+
+def test_depth_keeps_the_best_whatever_the_order_of_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "q Q0 low 3 1 t\nq Q0 high 1 3 t\nq Q0 mid 2 2 t\n")
+    assert list(read_run(path, depth=2)["q"].items()) == [("high", 3.0), ("mid", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("q Q0 a 1 1.0 t\nq Q0 a 2 0.5 t\n", ":2: document 'a' is listed twice for query 'q'"),
+        ("q Q0 a 1 nan t\n", ":1: a score must be a finite number"),
+        ("q Q0 a 1 inf t\n", ":1: a score must be a finite number"),
+        ("q Q0 a 1 1.0 t\nq Q0 b 2\n", ":2: expected 6 columns"),
+        ("q\ta\t0.5\n", ":1: a rank must be a whole number"),
+    ],
+)
+def test_a_bad_run_line_is_an_error_with_its_line(tmp_path: Path, text: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_run(write(tmp_path, text))
+    assert hint in str(caught.value)
+
+
+def test_ties_are_broken_as_trec_eval_does_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert write_run(path, {"q1": {"a": 1.0, "b": 1.0, "c": 2.0}}, "tag") == 1
+    lines = [line.split() for line in path.read_text().splitlines()]
+    assert [line[2] for line in lines] == ["c", "b", "a"]
+    assert [line[3] for line in lines] == ["1", "2", "3"]
+    scores = [float(line[4]) for line in lines]
+    assert scores[0] == 2.0
+    assert scores[1] == 1.0
+    assert 0.999999 < scores[2] < 1.0
+    assert write_run(path, {"q1": {"a": 1.0, "b": 1.0}}, "tag", ties="input") == 1
+    assert list(read_run(path)["q1"]) == ["a", "b"]
+
+
+def test_a_written_run_keeps_its_order_in_ir_measures(tmp_path: Path) -> None:
+    import ir_measures
+    from ir_measures import RR
+
+    path = tmp_path / "run"
+    run = {"q": {f"d{i:03}": 0.0 for i in range(100)}}
+    assert write_run(path, run, "t", ties="input") == 99
+    for measure in (RR, RR @ 10):
+        value = ir_measures.calc_aggregate(
+            [measure], {"q": {"d000": 1, "d099": 0}}, ir_measures.read_trec_run(str(path))
+        )
+        assert value[measure] == 1.0
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, 1e300])
+def test_an_unwritable_score_names_query_and_document_and_leaves_no_file(tmp_path: Path, score: float) -> None:
+    with pytest.raises(UserError, match="query 'q', document 'd'"):
+        write_run(tmp_path / "run", {"q": {"d": score}}, "t")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_id_with_a_line_end_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds a tab or a line end"):
+        write_run(tmp_path / "run", {"q": {"d\n1": 1.0}}, "t")
+    assert list(tmp_path.iterdir()) == []
+
+
+ids = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=6).filter(
+    lambda i: i.strip(" ") == i
+)
+
+
+@given(
+    st.dictionaries(
+        ids, st.dictionaries(ids, st.floats(-1e30, 1e30) | st.sampled_from([0.0, 1.0]), min_size=1), min_size=1
+    )
+)
+def test_a_run_reads_back_in_the_order_it_was_written(tmp_path_factory: pytest.TempPathFactory, run: dict) -> None:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    ties = write_run(path, run, "t", ties="input")
+    back = read_run(path)
+    assert {q: list(r) for q, r in back.items()} == {q: [d for d, _ in ranked(r)] for q, r in run.items()}
+    assert ties == sum(len(r) - len(set(r.values())) for r in run.values())
+    for query, ranking in back.items():
+        scores = np.array(list(ranking.values()), np.float32)
+        assert (np.diff(scores) < 0).all()
+        np.testing.assert_allclose(scores, [s for _, s in ranked(run[query])], rtol=1e-5, atol=1e-28)
+
+
+def test_ids_and_scores_of_any_number_type_meet_at_one_boundary() -> None:
+    assert as_run({1: {10: np.float32(0.5)}}) == {"1": {"10": 0.5}}
+    assert as_qrels({np.int64(1): {"10": np.int64(1)}}) == {"1": {"10": 1}}
+
+
+def test_disjoint_ids_show_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match=r"run has '10\.X'.*qrels has '10', '11'"):
+        check_overlap(["10.X"], ["10", "11"], "run", "qrels", "document")
+    check_overlap([], ["10"], "run", "qrels", "document")
+    check_overlap(["1", "2", "3"], ["1"], "run", "qrels", "query")
+    assert "2 of 3 query ids of run are not in qrels" in caplog.text
+
+
+def test_a_real_run_and_its_judgements(shared_data: Path) -> None:
+    qrels = read_qrels(shared_data / "trec-dl19" / "qrels" / "test.tsv")
+    run = read_run(shared_data / "trec-dl19" / "runs" / "bm25.dl19.trec")
+    assert len(qrels) == 43
+    assert sum(map(len, qrels.values())) == 9260
+    assert sum(map(len, run.values())) == 4300
+    assert next(iter(run["264014"].items())) == ("5611210", 15.780599594116211)
