@@ -1,0 +1,333 @@
+"""Candidate lists to prompt segments: every piece is tokenised apart, and only the user's words are ever cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+
+from blockrank.errors import UserError
+from blockrank.prompts.chat import chat_frame
+from blockrank.prompts.template import Piece, PromptTemplate
+from blockrank.prompts.tokenizer import Tokenizer
+from blockrank.types import CandidateList, Document
+
+LongDocuments = Literal["truncate", "split"]
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """The most tokens of each segment, scaffold included; None: no limit.
+
+    `suffix_tokens` counts up to the last signal token: an answer comes on top. `query_tokens` limits the query itself,
+    wherever it stands. A query loses its middle, a document its end, or, with `long_documents="split"`, a document
+    becomes several segments of the same candidate that each begin with its title.
+    """
+
+    document_tokens: int | None = 160
+    query_tokens: int | None = 512
+    prefix_tokens: int | None = None
+    suffix_tokens: int | None = None
+    long_documents: LongDocuments = "truncate"
+
+    def __post_init__(self) -> None:
+        for name in ("document_tokens", "query_tokens", "prefix_tokens", "suffix_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(f"limits.{name}={value!r} is not a number of tokens from 1 on")
+        if self.long_documents not in get_args(LongDocuments):
+            raise UserError(
+                f"limits.long_documents={self.long_documents!r} is not one of {list(get_args(LongDocuments))}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSegments:
+    """The token ids of one candidate list, all int32.
+
+    `prefix` [P]; `documents`: one array per segment of a non-empty candidate, in candidate order; `document_index`: the
+    candidate of each, which repeats where a long document was split; `suffix` [Q] ends with the last signal token when
+    there is no answer, else with the whole answer; `signals`: indices into `suffix`; `answer_start`: index into
+    `suffix` of the first answer (label) token, `len(suffix)` without an answer; `truncated`: one per candidate.
+    """
+
+    prefix: np.ndarray
+    documents: tuple[np.ndarray, ...]
+    document_index: tuple[int, ...]
+    suffix: np.ndarray
+    signals: tuple[int, ...]
+    answer_start: int
+    truncated: tuple[bool, ...]
+    query_truncated: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prefix) + sum(map(len, self.documents)) + len(self.suffix)
+
+
+@dataclass(frozen=True)
+class _Scaffold:
+    """A literal or special piece with its ids."""
+
+    ids: tuple[int, ...]
+    signal: bool = False
+
+
+_Compiled = tuple["_Scaffold | Piece", ...]
+
+
+class PromptEncoder:
+    """Encodes candidate lists by a template, a tokenizer and limits. Inputs are not changed."""
+
+    def __init__(self, template: PromptTemplate, tokenizer: Tokenizer, limits: PromptLimits | None = None) -> None:
+        """Raises UserError when the tokenizer lacks what the template asks for or a limit cannot hold the scaffold."""
+        self.template = template
+        self.tokenizer = tokenizer
+        self.limits = limits or PromptLimits()
+        self._frame = chat_frame(tokenizer) if template.chat else None
+        self._prefix = self._one_bos(self._compile(template.prefix))
+        self._document = self._compile(template.document)
+        self._suffix = self._compile(template.suffix)
+        self._answer = self._compile(template.answer)
+        self._cue = _up_to_last_signal(self._suffix + self._answer)
+        self._numbers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._query_budget()
+        self._document_budget(template.first_number)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of template, tokenizer and limits: equal fingerprints give equal ids."""
+        parts = (self.template.fingerprint, self.tokenizer.fingerprint, repr(self.limits))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def encode(self, candidates: CandidateList, answer: Sequence[int] | None = None) -> PromptSegments:
+        """Ids of one list. `answer`: candidate indices of the relevant documents; their numbers are written ascending.
+
+        Documents without text and title get no segment and no number, and are left out of the answer; when no answer is
+        left, the segments are those of `answer=None`. Raises UserError for an empty query.
+        """
+        words = candidates.query.text.strip()
+        if not words:
+            raise UserError(f"query {candidates.query.id!r} is empty")
+        numbers = self._number(candidates.documents)
+        documents: list[np.ndarray] = []
+        document_index: list[int] = []
+        truncated = [False] * len(candidates)
+        for index, number in numbers.items():
+            segments, truncated[index] = self._encode_document(candidates.documents[index], number)
+            documents.extend(segments)
+            document_index.extend([index] * len(segments))
+
+        prefix, prefix_cut, _ = self._fill_query(self._prefix, words)
+        answers = sorted({numbers[index] for index in answer or () if self._known(index, candidates) in numbers})
+        lead, suffix_cut, signals = self._fill_query(self._suffix if answers else self._cue, words)
+        suffix, answer_start = lead, len(lead)
+        if answers:
+            for piece in self._answer:
+                if isinstance(piece, Piece):
+                    suffix = suffix + self._answer_numbers(piece, answers)
+                else:
+                    suffix = suffix + list(piece.ids)
+                    signals += [len(suffix) - 1] if piece.signal else []
+        return PromptSegments(
+            prefix=np.asarray(prefix, np.int32),
+            documents=tuple(documents),
+            document_index=tuple(document_index),
+            suffix=np.asarray(suffix, np.int32),
+            signals=tuple(signals),
+            answer_start=answer_start,
+            truncated=tuple(truncated),
+            query_truncated=prefix_cut or suffix_cut,
+        )
+
+    def numbers(self, candidates: CandidateList) -> dict[int, int]:
+        """Candidate index -> the number its document bears, for the documents that are not empty."""
+        return self._number(candidates.documents)
+
+    def _number(self, documents: Sequence[Document]) -> dict[int, int]:
+        present = [index for index, document in enumerate(documents) if any(_words(document))]
+        order = present
+        if self.template.numbering == "content":
+            order = sorted(present, key=lambda index: (_content_hash(documents[index]), documents[index].id))
+        number = {index: rank for rank, index in enumerate(order, self.template.first_number)}
+        return {index: number[index] for index in present}
+
+    @staticmethod
+    def _known(index: int, candidates: CandidateList) -> int:
+        if not 0 <= index < len(candidates):
+            raise UserError(f"query {candidates.query.id!r}: answer {index} is not one of {len(candidates)} candidates")
+        return index
+
+    def _encode_document(self, document: Document, number: int) -> tuple[list[np.ndarray], bool]:
+        title, text = _words(document)
+        content: dict[str, str] = {"title": title, "text": text}
+        slots = [piece for piece in self._document if isinstance(piece, Piece) and piece.text in content]
+        runs = {
+            index: self.tokenizer.encode(piece.lead + content[piece.text]) if content[piece.text] else []
+            for index, piece in enumerate(slots)
+        }
+        budget = self._document_budget(number)
+        if budget is None or sum(map(len, runs.values())) <= budget:
+            return [self._fill_document(number, runs)], False
+        if self.limits.long_documents == "split":
+            return [self._fill_document(number, part) for part in _split(runs, slots, budget)], False
+        kept = {}
+        for index, run in runs.items():
+            kept[index] = run[:budget]
+            budget -= len(kept[index])
+        return [self._fill_document(number, kept)], True
+
+    def _fill_document(self, number: int, runs: dict[int, list[int]]) -> np.ndarray:
+        ids: list[int] = []
+        content = iter(runs.values())
+        for piece in self._document:
+            if isinstance(piece, _Scaffold):
+                ids.extend(piece.ids)
+            elif piece.text == "number":
+                ids.extend(self._number_ids(piece.lead, number))
+            else:
+                ids.extend(next(content))
+        return np.asarray(ids, np.int32)
+
+    def _document_budget(self, number: int) -> int | None:
+        """Tokens left for title and text beside the scaffold."""
+        scaffold = sum(
+            len(piece.ids) if isinstance(piece, _Scaffold) else len(self._number_ids(piece.lead, number))
+            for piece in self._document
+            if isinstance(piece, _Scaffold) or piece.text == "number"
+        )
+        return self._room("document_tokens", scaffold, 1)
+
+    @cached_property
+    def _query_tokens(self) -> int | None:
+        return self._query_budget()
+
+    def _query_budget(self) -> int | None:
+        """Tokens the query may have, so that prefix and suffix both keep their limits with the same query."""
+        budgets = [self.limits.query_tokens]
+        for key, segment in (("prefix_tokens", self._prefix), ("suffix_tokens", self._cue)):
+            scaffold = sum(len(piece.ids) for piece in segment if isinstance(piece, _Scaffold))
+            budgets.append(self._room(key, scaffold, sum(isinstance(piece, Piece) for piece in segment)))
+        return min((budget for budget in budgets if budget is not None), default=None)
+
+    def _room(self, key: str, scaffold: int, slots: int) -> int | None:
+        limit = getattr(self.limits, key)
+        if limit is None or (slots == 0 and scaffold <= limit):
+            return None
+        if limit < scaffold + slots:
+            raise UserError(
+                f"limits.{key}={limit} is too small: template {self.template.name!r} takes {scaffold} tokens before "
+                f"any content; set it to {scaffold + slots} or more"
+            )
+        return (limit - scaffold) // slots
+
+    def _fill_query(self, segment: _Compiled, words: str) -> tuple[list[int], bool, list[int]]:
+        ids: list[int] = []
+        signals: list[int] = []
+        cut = False
+        budget = self._query_tokens
+        for piece in segment:
+            if isinstance(piece, _Scaffold):
+                ids.extend(piece.ids)
+                signals += [len(ids) - 1] if piece.signal else []
+                continue
+            query = self.tokenizer.encode(piece.lead + words)
+            if budget is not None and len(query) > budget:
+                query, cut = query[: budget - budget // 2] + query[len(query) - budget // 2 :], True
+            ids.extend(query)
+        return ids, cut, signals
+
+    def _answer_numbers(self, piece: Piece, answers: Sequence[int]) -> list[int]:
+        ids = list(self._number_ids(piece.lead, answers[0]))
+        for number in answers[1:]:
+            ids.extend(self.tokenizer.encode_scaffold(piece.separator))
+            ids.extend(self._number_ids("", number))
+        return ids
+
+    def _number_ids(self, lead: str, number: int) -> tuple[int, ...]:
+        key = (lead, number)
+        if key not in self._numbers:
+            self._numbers[key] = tuple(self.tokenizer.encode(f"{lead}{number}"))
+        return self._numbers[key]
+
+    def _compile(self, pieces: Sequence[Piece]) -> _Compiled:
+        """Scaffold pieces to ids. Chat text joins the literal beside it, as it would in one string."""
+        compiled: list[_Scaffold | Piece] = []
+        text = ""
+        first = self._frame is None and self.tokenizer.prefix_space and pieces is self.template.prefix
+
+        def flush() -> None:
+            nonlocal text
+            if text:
+                compiled.append(_Scaffold(tuple(self.tokenizer.encode_scaffold(text))))
+            text = ""
+
+        for piece in pieces:
+            if piece.kind == "special" and self._frame is not None:
+                text += {"<bos>": self._frame.head, "<turn>": self._frame.turn, "<eos>": self._frame.tail}[piece.text]
+            elif piece.text == "<turn>" and piece.kind == "special":
+                text += "\n"
+            elif piece.kind == "special":
+                flush()
+                compiled.append(_Scaffold(self._special_ids(piece.text)))
+            elif piece.kind == "literal" and not piece.signal:
+                text += f" {piece.text}" if first and not piece.text.startswith(" ") else piece.text
+                first = False
+            else:
+                flush()
+                signal_ids = self.tokenizer.encode_scaffold(piece.text) if piece.signal else ()
+                compiled.append(_Scaffold(tuple(signal_ids), signal=True) if piece.signal else piece)
+        flush()
+        return tuple(compiled)
+
+    def _special_ids(self, name: str) -> tuple[int, ...]:
+        if name == "<eos>":
+            if self.tokenizer.eos_id is None:
+                raise UserError(f"template {self.template.name!r} ends answers with <eos>, but the tokenizer has none")
+            return (self.tokenizer.eos_id,)
+        return () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
+
+    def _one_bos(self, prefix: _Compiled) -> _Compiled:
+        """The prefix with exactly one leading bos, when the tokenizer has one, whoever wrote it."""
+        bos = self.tokenizer.bos_id
+        if bos is None:
+            return prefix
+        scaffolds = [piece for piece in prefix if isinstance(piece, _Scaffold) and piece.ids]
+        lead = [token for piece in scaffolds[:2] for token in piece.ids][:2]
+        if lead[:1] != [bos]:
+            return (_Scaffold((bos,)), *prefix)
+        if lead == [bos, bos]:
+            raise UserError(f"template {self.template.name!r} writes the bos token twice; leave it to `special: <bos>`")
+        return prefix
+
+
+def _up_to_last_signal(pieces: _Compiled) -> _Compiled:
+    last = max(index for index, piece in enumerate(pieces) if isinstance(piece, _Scaffold) and piece.signal)
+    return pieces[: last + 1]
+
+
+def _words(document: Document) -> tuple[str, str]:
+    return (document.title or "").strip(), (document.text or "").strip()
+
+
+def _content_hash(document: Document) -> bytes:
+    title, text = _words(document)
+    return hashlib.sha256(f"{title}\0{text}".encode("utf-8", "replace")).digest()
+
+
+def _split(runs: dict[int, list[int]], slots: Sequence[Piece], budget: int) -> list[dict[int, list[int]]]:
+    """Cut the text into parts; the title goes before each where it leaves half the budget, else before the first."""
+    title = next((index for index, piece in enumerate(slots) if piece.text == "title"), None)
+    repeated = runs[title] if title is not None and 2 * len(runs[title]) <= budget else []
+    stream = [(index, token) for index, run in runs.items() for token in run if not (repeated and index == title)]
+    parts = []
+    for start in range(0, len(stream), budget - len(repeated)):
+        part: dict[int, list[int]] = {index: list(repeated) if repeated and index == title else [] for index in runs}
+        for index, token in stream[start : start + budget - len(repeated)]:
+            part[index].append(token)
+        parts.append(part)
+    return parts

@@ -1,0 +1,250 @@
+"""Prompt templates: YAML files of literal pieces and slots, never one string that is cut up again.
+
+A template has four lists of pieces: `prefix`, `document`, `suffix` and `answer`. A piece is a string in which
+`{query}`, `{title}`, `{text}` or `{number}` stand for content (write `{{` for a brace), or a mapping: `text` with
+`signal: true` (its last token is a signal position), `text: "{number}"` with a `separator` (for several answers), or
+`special: <bos>`, `<turn>` or `<eos>`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from blockrank.errors import UserError
+
+Section = Literal["prefix", "document", "suffix", "answer"]
+Numbering = Literal["content", "position"]
+
+SECTIONS: tuple[Section, ...] = get_args(Section)
+SLOTS: dict[Section, tuple[str, ...]] = {
+    "prefix": ("query",),
+    "document": ("title", "text", "number"),
+    "suffix": ("query",),
+    "answer": ("number",),
+}
+SPECIALS: dict[Section, tuple[str, ...]] = {
+    "prefix": ("<bos>",),
+    "document": (),
+    "suffix": ("<turn>",),
+    "answer": ("<eos>",),
+}
+TEMPLATE_FILE = "prompt.yaml"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the prompt that is tokenised apart from its neighbours.
+
+    `literal`: `text` as it stands. `slot`: `text` names the content, `lead` is white space tokenised together with it
+    (and left out when the content is empty); `separator` stands between several numbers. `special`: `<bos>`, `<turn>`
+    (the user's turn ends and the assistant's begins; a line break without a chat template) or `<eos>` (the end of the
+    answer).
+    """
+
+    kind: Literal["literal", "slot", "special"]
+    text: str
+    lead: str = ""
+    signal: bool = False
+    separator: str = ""
+
+    def to_config(self) -> Any:
+        if self.kind == "special":
+            return {"special": self.text}
+        text = f"{self.lead}{{{self.text}}}"
+        if self.kind == "literal":
+            text = self.text.replace("{", "{{").replace("}", "}}")
+        if self.signal:
+            return {"text": text, "signal": True}
+        return {"text": text, "separator": self.separator} if self.separator else text
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How a candidate list becomes text. See the module's docstring for the YAML.
+
+    `numbering` says which document gets which number, from `first_number` on: `content` numbers in the order of content
+    hashes, so that scores do not depend on candidate order; `position` numbers in candidate order. `chat` wraps the
+    tokenizer's own chat template around the prompt.
+    """
+
+    name: str
+    prefix: tuple[Piece, ...]
+    document: tuple[Piece, ...]
+    suffix: tuple[Piece, ...]
+    answer: tuple[Piece, ...]
+    numbering: Numbering = "content"
+    first_number: int = 1
+    chat: bool = False
+
+    @classmethod
+    def from_yaml(cls, name_or_path: str | Path) -> PromptTemplate:
+        """Read a template that comes with the package (`paper`, `release`, …) or a YAML file. Raises UserError."""
+        path = Path(name_or_path)
+        if path.suffix not in (".yaml", ".yml"):
+            path = prompt_folder() / f"{name_or_path}.yaml"
+        if not path.is_file():
+            known = sorted(file.stem for file in prompt_folder().glob("*.yaml"))
+            raise UserError(f"{path}: no such prompt template; the package has {known}")
+        try:
+            values = yaml.safe_load(path.read_text("utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        return cls.from_config(values, str(path), path.stem)
+
+    @classmethod
+    def from_config(cls, values: Any, source: str = "prompt", name: str | None = None) -> PromptTemplate:
+        """Check a mapping as YAML gives it. Raises UserError that names `source` and the key."""
+        if not isinstance(values, Mapping):
+            raise UserError(f"{source}: a template is a mapping with the keys {list(SECTIONS)}")
+        known = {*SECTIONS, "name", "numbering", "first_number", "chat"}
+        if unknown := sorted(set(map(str, values)) - known):
+            raise UserError(f"{source}: unknown key {unknown[0]!r}; a template has {sorted(known)}")
+        sections = {section: _pieces(values.get(section), section, source) for section in SECTIONS}
+        template = cls(
+            name=str(values.get("name", name or source)),
+            numbering=_choice(values, "numbering", get_args(Numbering), source),
+            first_number=_typed(values, "first_number", int, 1, source),
+            chat=_typed(values, "chat", bool, False, source),
+            **sections,
+        )
+        template._check(source)
+        return template
+
+    def to_config(self) -> dict[str, Any]:
+        """The mapping that `from_config` reads back into an equal template."""
+        pieces = {section: [piece.to_config() for piece in getattr(self, section)] for section in SECTIONS}
+        settings = {"numbering": self.numbering, "first_number": self.first_number, "chat": self.chat}
+        return {"name": self.name, **settings, **pieces}
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `prompt.yaml` into a checkpoint folder; `from_yaml` of that file gives this template back."""
+        path = Path(folder) / TEMPLATE_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(self.to_config(), allow_unicode=True, sort_keys=False, width=2**16), "utf-8")
+        return path
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of everything but the name."""
+        content = {key: value for key, value in asdict(self).items() if key != "name"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def _check(self, source: str) -> None:
+        def slots(section: str) -> list[str]:
+            return [piece.text for piece in getattr(self, section) if piece.kind == "slot"]
+
+        for section, slot in (("document", "text"), ("document", "number"), ("answer", "number")):
+            if slot not in slots(section):
+                raise UserError(f"{source}: {section} has no {{{slot}}}")
+        if slots("answer").count("number") > 1:
+            raise UserError(f"{source}: answer has more than one {{number}}; give that one a `separator`")
+        if "query" not in slots("prefix") + slots("suffix"):
+            raise UserError(f"{source}: neither prefix nor suffix has {{query}}")
+        if [index for index, piece in enumerate(self.prefix) if piece.kind == "special"] != [0]:
+            raise UserError(f"{source}: prefix must begin with `special: <bos>` and have it once")
+        for section in ("prefix", "document"):
+            if any(piece.signal for piece in getattr(self, section)):
+                raise UserError(f"{source}: {section} has a signal; signals stand in suffix and answer")
+        if not any(piece.signal for piece in self.suffix + self.answer):
+            raise UserError(f"{source}: no piece of suffix or answer has `signal: true`")
+        kinds = [piece.kind == "slot" for piece in self.answer]
+        if any(piece.signal for piece in self.answer[kinds.index(True) :]):
+            raise UserError(f"{source}: answer has a signal after {{number}}; signals stand before it")
+        turns = sum(piece.text == "<turn>" for piece in self.suffix if piece.kind == "special")
+        if turns > 1 or (self.chat and not turns):
+            raise UserError(f"{source}: suffix has `special: <turn>` {turns} times; with `chat: true` it needs it once")
+
+
+def prompt_folder() -> Path:
+    """The folder of the templates that come with the package."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "configs" / "prompt"
+    return installed if installed.is_dir() else package.parent / "configs" / "prompt"
+
+
+def _choice(values: Mapping[str, Any], key: str, choices: Sequence[str], source: str) -> Any:
+    value = values.get(key, choices[0])
+    if value not in choices:
+        raise UserError(f"{source}: {key}={value!r} is not one of {list(choices)}")
+    return value
+
+
+def _typed(values: Mapping[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
+    value = values.get(key, default)
+    if type(value) is not kind or (kind is int and value < 0):
+        raise UserError(f"{source}: {key}={value!r} is not a {'number from 0 on' if kind is int else 'true or false'}")
+    return value
+
+
+def _pieces(values: Any, section: Section, source: str) -> tuple[Piece, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise UserError(f"{source}: {section} is missing or not a list of pieces")
+    merged: list[Piece] = []
+    nested = [_piece(value, section, f"{source}: {section}[{index}]") for index, value in enumerate(values)]
+    for piece in chain.from_iterable(nested):
+        plain = piece.kind == "literal" and not piece.signal
+        if plain and merged and merged[-1].kind == "literal" and not merged[-1].signal:
+            merged[-1] = Piece("literal", merged[-1].text + piece.text)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _piece(value: Any, section: Section, where: str) -> list[Piece]:
+    if isinstance(value, str):
+        value = {"text": value}
+    if not isinstance(value, Mapping) or not (("text" in value) ^ ("special" in value)):
+        raise UserError(f"{where}: a piece is a string or a mapping with `text` or `special`")
+    if unknown := sorted(set(map(str, value)) - {"text", "special", "signal", "separator"}):
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; a piece has text, signal, separator or special")
+    if "special" in value:
+        if value["special"] not in SPECIALS[section] or len(value) > 1:
+            raise UserError(f"{where}: special {value['special']!r} cannot stand in {section}")
+        return [Piece("special", value["special"])]
+    if not isinstance(value["text"], str) or not value["text"]:
+        raise UserError(f"{where}: text must be a string that is not empty")
+    pieces = _split_slots(value["text"], section, where)
+    signal = _typed(value, "signal", bool, False, where)
+    if signal and [piece.kind for piece in pieces] != ["literal"]:
+        raise UserError(f"{where}: a signal piece is literal text, without slots")
+    separator = value.get("separator", "")
+    if "separator" in value and (not isinstance(separator, str) or section != "answer" or pieces[0].kind != "slot"):
+        raise UserError(f'{where}: separator is a string beside `text: "{{number}}"` in answer')
+    if signal:
+        return [Piece("literal", pieces[0].text, signal=True)]
+    if separator:
+        return [Piece("slot", pieces[0].text, pieces[0].lead, separator=separator), *pieces[1:]]
+    return pieces
+
+
+def _split_slots(text: str, section: Section, where: str) -> list[Piece]:
+    """`"ID: {number} |"` -> literal `ID:`, slot ` {number}`, literal ` |`."""
+    try:
+        fields = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; write a literal brace twice") from error
+    pieces: list[Piece] = []
+    literal = ""
+    for text_before, slot, spec, conversion in fields:
+        literal += text_before
+        if slot is None:
+            continue
+        if slot not in SLOTS[section] or spec or conversion:
+            known = ", ".join(f"{{{name}}}" for name in SLOTS[section])
+            raise UserError(f"{where}: unknown slot {{{slot}}}; {section} takes {known}")
+        kept = literal.rstrip()
+        if kept:
+            pieces.append(Piece("literal", kept))
+        pieces.append(Piece("slot", slot, lead=literal[len(kept) :]))
+        literal = ""
+    return [*pieces, Piece("literal", literal)] if literal else pieces
