@@ -1,0 +1,288 @@
+"""TokenLayout: where every token of a prompt lies in the one flat stream `[prefix | rows | suffix]`.
+
+Documents are packed whole into rows of R tokens (first-fit decreasing), because a 75-token passage in a 160-token chunk
+of its own spends half of all work on padding; one document per row (`chunked`, as the paper does it) is the special
+case. Scores do not depend on the packing: segment ids keep documents apart and positions restart at every document.
+
+B batch, N documents, M rows, R row length, P prefix, Q suffix, T = P + M*R + Q, S signals, A label tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from blockrank.errors import UserError
+from blockrank.prompts.encode import PromptSegments
+
+PREFIX, SUFFIX, PAD = -1, -2, -3
+"""Segment ids of tokens that are no document's; a document's segment id is its index in the list, from 0."""
+
+Packing = Literal["packed", "chunked"]
+HostArray: TypeAlias = Any
+"""A numpy array on the host, a JAX array under jit."""
+
+
+def round_up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum
+
+
+def round_up_geometric(value: int, steps: int = 2) -> int:
+    """The next of few sizes, `steps` (a power of two) per doubling: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... for 2.
+
+    Less than 1 / (steps + 1) of a size is spare.
+    """
+    power = 1 << max(value - 1, 0).bit_length()
+    return round_up(value, max(power // (2 * steps), 1))
+
+
+@dataclass(frozen=True)
+class LayoutShape:
+    """The static sizes of a layout: what a compiled program depends on."""
+
+    documents: int
+    prefix: int
+    rows: int
+    row_length: int
+    suffix: int
+    signals: int
+    labels: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.rows * self.row_length + self.suffix
+
+    def union(self, other: LayoutShape) -> LayoutShape:
+        """The smallest shape that holds both."""
+        return LayoutShape(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+    def bucketed(self, quantum: int = 32) -> LayoutShape:
+        """Rounded up to one of few shapes, so that compiled programs are reused.
+
+        Rows, where the work is, have finer steps: less than a ninth of them is spare.
+        """
+        return LayoutShape(
+            round_up_geometric(self.documents),
+            round_up(self.prefix, quantum),
+            round_up_geometric(self.rows, steps=8),
+            self.row_length,
+            round_up(self.suffix, quantum),
+            self.signals,
+            round_up(self.labels, 8),
+        )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "positions", "segment_ids", "signals", "labels", "document_mask"],
+    meta_fields=["shape"],
+)
+@dataclass(frozen=True)
+class TokenLayout:
+    """A batch of prompts laid out (int32; numpy on the host, traced under jit).
+
+    `tokens`, `positions`, `segment_ids` [B, T]; padding has segment id `PAD`, token 0 and position 0.
+    `signals` [B, S] and `labels` [B, A]: indices into the suffix of the signal tokens and of the answer tokens to be
+    predicted, -1 where absent. `document_mask` bool [B, N]: which document slots hold a document.
+    """
+
+    tokens: Int[HostArray, "B T"]
+    positions: Int[HostArray, "B T"]
+    segment_ids: Int[HostArray, "B T"]
+    signals: Int[HostArray, "B S"]
+    labels: Int[HostArray, "B A"]
+    document_mask: Bool[HostArray, "B N"]
+    shape: LayoutShape
+
+    @property
+    def prefix(self) -> slice:
+        return slice(0, self.shape.prefix)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.shape.prefix, self.shape.tokens - self.shape.suffix)
+
+    @property
+    def suffix(self) -> slice:
+        return slice(self.shape.tokens - self.shape.suffix, self.shape.tokens)
+
+    def token_count(self) -> np.ndarray:
+        """Real tokens of each list, int64 [B] (host only)."""
+        return (np.asarray(self.segment_ids) != PAD).sum(axis=1)
+
+    @property
+    def fill(self) -> float:
+        """Share of row tokens that are real (host only)."""
+        rows = np.asarray(self.segment_ids)[:, self.rows]
+        return float((rows != PAD).mean()) if rows.size else 1.0
+
+    @staticmethod
+    def from_segments(
+        batch: Sequence[PromptSegments],
+        *,
+        row_length: int,
+        packing: Packing = "packed",
+        suffix_offset: int | None = 8192,
+        shape: LayoutShape | None = None,
+        bucket: bool = True,
+    ) -> TokenLayout:
+        """Lay out a batch of prompts.
+
+        `suffix_offset` is the position of the first suffix token under permutation-invariant positions; None gives
+        sequential positions (documents in list order, then the suffix), as a dense causal model expects.
+        `shape` fixes the static sizes; otherwise they are the smallest that fit, rounded to a bucket if `bucket`.
+        Raises `UserError` for a document longer than a row, a suffix offset inside the documents, a shape too small, or
+        no prompts.
+        """
+        if not batch:
+            raise UserError("no prompts to lay out")
+        if packing not in get_args(Packing):
+            raise UserError(f"packing={packing!r} is unknown: choose one of {', '.join(get_args(Packing))}")
+        plans = [_pack([len(d) for d in s.documents], row_length, packing) for s in batch]
+        needed = LayoutShape(
+            documents=max((len(s.documents) for s in batch), default=0),
+            prefix=max((len(s.prefix) for s in batch), default=0),
+            rows=max((rows for _, rows in plans), default=0),
+            row_length=row_length,
+            suffix=max((len(s.suffix) for s in batch), default=0),
+            signals=max((len(s.signals) for s in batch), default=0),
+            labels=max((len(s.suffix) - s.answer_start for s in batch), default=0),
+        )
+        if shape is None:
+            shape = needed.bucketed() if bucket else needed
+        elif needed.union(shape) != shape:
+            raise UserError(f"prompts need a layout of at least {needed}, but the given shape is {shape}")
+        parts = [
+            _lay_out(segments, places, shape, suffix_offset) for segments, (places, _) in zip(batch, plans, strict=True)
+        ]
+        return TokenLayout(*(np.stack(arrays) for arrays in zip(*parts, strict=True)), shape=shape)
+
+    @staticmethod
+    def from_blocks(
+        batch: Sequence[Sequence[Sequence[int]]],
+        *,
+        signals: Sequence[int] = (-2, -1),
+        answer_length: int = 0,
+        max_block_length: int | None = None,
+        row_length: int | None = None,
+        packing: Packing = "packed",
+        suffix_offset: int | None = 16384,
+    ) -> TokenLayout:
+        """Lay out token blocks that need no template: each list is `[prefix, document, ..., suffix]`.
+
+        `signals` index the suffix like a Python list (negative from its end). The suffix's last `answer_length` tokens
+        are the labels. Blocks longer than `max_block_length` keep their first tokens, except the suffix, whose last
+        tokens carry the signals: that is an error. Rows are as long as the longest document unless `row_length` says.
+        """
+        segments = [_segments_of(blocks, signals, answer_length, max_block_length, i) for i, blocks in enumerate(batch)]
+        longest = max((len(d) for s in segments for d in s.documents), default=1)
+        return TokenLayout.from_segments(
+            segments, row_length=row_length or longest, packing=packing, suffix_offset=suffix_offset, bucket=False
+        )
+
+    @staticmethod
+    def causal(tokens: Int[HostArray, "B T"]) -> TokenLayout:
+        """Plain text for a language model: everything is prefix."""
+        b, t = tokens.shape
+        positions = np.broadcast_to(np.arange(t, dtype=np.int32), (b, t))
+        empty = np.zeros((b, 0), np.int32)
+        shape = LayoutShape(documents=0, prefix=t, rows=0, row_length=1, suffix=0, signals=0, labels=0)
+        return TokenLayout(
+            tokens, positions, np.full((b, t), PREFIX, np.int32), empty, empty, empty.astype(bool), shape=shape
+        )
+
+    def unpack(self) -> list[list[np.ndarray]]:
+        """The token blocks `[prefix, documents in list order, suffix]` of every list: packing undone (host only)."""
+        tokens, segments = np.asarray(self.tokens), np.asarray(self.segment_ids)
+        ids = [[PREFIX, *np.flatnonzero(mask), SUFFIX] for mask in np.asarray(self.document_mask)]
+        return [[row[seg == i] for i in wanted] for row, seg, wanted in zip(tokens, segments, ids, strict=True)]
+
+
+def _pack(lengths: Sequence[int], row_length: int, packing: Packing) -> tuple[list[tuple[int, int]], int]:
+    """(row, start) of each document, and the number of rows: first-fit decreasing, ties by index."""
+    for index, length in enumerate(lengths):
+        if length > row_length:
+            raise UserError(f"document {index} has {length} tokens, more than a row of {row_length}: raise row_length")
+    if packing == "chunked":
+        return [(index, 0) for index in range(len(lengths))], len(lengths)
+    places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
+    used: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, filled in enumerate(used) if filled + lengths[index] <= row_length), len(used))
+        if row == len(used):
+            used.append(0)
+        places[index] = (row, used[row])
+        used[row] += lengths[index]
+    return places, len(used)
+
+
+def _lay_out(
+    segments: PromptSegments, places: list[tuple[int, int]], shape: LayoutShape, suffix_offset: int | None
+) -> tuple[np.ndarray, ...]:
+    """One prompt's arrays, in the order of TokenLayout's fields."""
+    tokens, positions = np.zeros(shape.tokens, np.int32), np.zeros(shape.tokens, np.int32)
+    segment_ids = np.full(shape.tokens, PAD, np.int32)
+
+    def place(start: int, ids: np.ndarray, segment: int, position: int) -> None:
+        where = slice(start, start + len(ids))
+        tokens[where], segment_ids[where] = ids, segment
+        positions[where] = np.arange(position, position + len(ids))
+
+    place(0, segments.prefix, PREFIX, 0)
+    after = len(segments.prefix)
+    for index, (ids, (row, start)) in enumerate(zip(segments.documents, places, strict=True)):
+        position = len(segments.prefix) if suffix_offset is not None else after
+        place(shape.prefix + row * shape.row_length + start, ids, index, position)
+        after = max(after, position + len(ids))
+    if suffix_offset is not None and after > suffix_offset:
+        raise UserError(f"documents end at position {after}, past suffix_offset={suffix_offset}: raise it")
+    suffix_start = shape.tokens - shape.suffix
+    place(suffix_start, segments.suffix, SUFFIX, after if suffix_offset is None else suffix_offset)
+
+    def padded(values: Sequence[int], size: int) -> np.ndarray:
+        return np.pad(np.asarray(values, np.int32), (0, size - len(values)), constant_values=-1)
+
+    document_mask = np.arange(shape.documents) < len(segments.documents)
+    labels = range(segments.answer_start, len(segments.suffix))
+    return (
+        tokens,
+        positions,
+        segment_ids,
+        padded(segments.signals, shape.signals),
+        padded(labels, shape.labels),
+        document_mask,
+    )
+
+
+def _segments_of(
+    blocks: Sequence[Sequence[int]], signals: Sequence[int], answer_length: int, limit: int | None, index: int
+) -> PromptSegments:
+    if len(blocks) < 2:
+        raise UserError(f"list {index} has {len(blocks)} blocks; at least a prefix and a suffix are needed")
+    *cut, suffix = (np.asarray(block, np.int32) for block in blocks)
+    if limit is not None and len(suffix) > limit:
+        raise UserError(f"list {index}: suffix of {len(suffix)} tokens is longer than max_block_length={limit}")
+    if answer_length >= len(suffix):
+        raise UserError(
+            f"list {index}: answer_length={answer_length} leaves nothing of a suffix of {len(suffix)} tokens"
+        )
+    places = tuple(s + len(suffix) if s < 0 else s for s in signals)
+    if any(not 0 <= place < len(suffix) for place in places):
+        raise UserError(f"list {index}: signals {tuple(signals)} lie outside a suffix of {len(suffix)} tokens")
+    documents = tuple(block[:limit] for block in cut[1:])
+    return PromptSegments(
+        prefix=cut[0][:limit],
+        documents=documents,
+        document_index=tuple(range(len(documents))),
+        suffix=suffix,
+        signals=places,
+        answer_start=len(suffix) - answer_length,
+        truncated=tuple(limit is not None and len(block) > limit for block in cut[1:]),
+        query_truncated=False,
+    )
