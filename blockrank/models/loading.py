@@ -1,0 +1,86 @@
+"""From any weights to a `Decoder`, and from a `Decoder` to a flat dict of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from blockrank.errors import UserError
+from blockrank.models import gguf, hf
+from blockrank.models.config import DecoderConfig
+from blockrank.models.decoder import Decoder, Trunk
+
+
+def abstract_decoder(config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> Decoder:
+    """A decoder of shapes only: nothing is allocated."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+def random_decoder(config: DecoderConfig, seed: int, dtype: jnp.dtype = jnp.float32) -> Decoder:
+    """A decoder with freshly drawn float32 parameters."""
+    return Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
+
+
+def flat_parameters(model: Trunk) -> dict[str, jax.Array]:
+    """Path (`blocks.attention.query.kernel`) -> array, in path order."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return dict(sorted((".".join(map(str, path)), leaf[...]) for path, leaf in flat))
+
+
+def decoder_from(
+    config: DecoderConfig,
+    parameters: Mapping[str, np.ndarray | jax.Array],
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    param_dtype: jnp.dtype | None = None,
+) -> Decoder:
+    """A decoder with these parameters, each used exactly once.
+
+    `dtype` is the type of activations, `param_dtype` that of parameters (as given if None). Raises `UserError` that
+    lists missing, extra and wrongly shaped parameters.
+    """
+    model = abstract_decoder(config, dtype)
+    expected = {path: leaf.shape for path, leaf in flat_abstract(model).items()}
+    faults = [f"missing {path}" for path in expected if path not in parameters]
+    faults += [f"unexpected {path}" for path in parameters if path not in expected]
+    faults += [
+        f"{path} has shape {tuple(parameters[path].shape)}, not {shape}"
+        for path, shape in expected.items()
+        if path in parameters and tuple(parameters[path].shape) != shape
+    ]
+    if faults:
+        raise UserError(
+            f"parameters do not fit a {config.family} decoder of {config.num_layers} layers: {'; '.join(faults)}"
+        )
+    leaves = [
+        (tuple(path.split(".")), nnx.Param(jnp.asarray(array, param_dtype))) for path, array in parameters.items()
+    ]
+    nnx.update(model, nnx.from_flat_state(leaves))
+    return model
+
+
+def flat_abstract(model: Trunk) -> dict[str, jax.ShapeDtypeStruct]:
+    """Path -> shape and dtype of each parameter of a real or abstract model."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.get_value().shape, leaf.get_value().dtype)
+        for path, leaf in sorted(flat, key=lambda item: item[0])
+    }
+
+
+def load_decoder(
+    path: str | Path, *, dtype: jnp.dtype = jnp.float32, param_dtype: jnp.dtype | None = jnp.float32
+) -> Decoder:
+    """A decoder from a Hugging Face folder (safetensors) or a GGUF file. Weights must be finite."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        config, parameters = gguf.read_config(path), gguf.read_parameters(path)
+        hf.check_finite(parameters, str(path))
+    else:
+        config, parameters = hf.load(path, param_dtype)
+    return decoder_from(config, parameters, dtype=dtype, param_dtype=param_dtype)

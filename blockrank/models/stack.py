@@ -1,0 +1,94 @@
+"""A decoder block, and L of them stacked along a leading axis and scanned: one compiled body, whatever the depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from blockrank.models.config import DecoderConfig
+from blockrank.models.layers import Attention, GatedMLP, RMSNorm
+
+Attend = Callable[..., Array]
+Remat = Literal["none", "dots", "full"]
+M = TypeVar("M", bound=nnx.Module)
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and gated MLP, each with its residual."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend, window: Array | int | None = None
+    ) -> Float[Array, "B T D"]:
+        normed = self.attention_norm(x)
+        attention = self.attention
+        out = attend(
+            attention.queries(normed, positions),
+            attention.keys(normed, positions),
+            attention.values(normed),
+            sliding_window=window,
+        )
+        x = x + attention.out(out.reshape(*x.shape[:2], -1))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def stacked_blocks(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
+    """A `Block` whose every parameter has a leading layer axis [L, ...]."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    return create(rngs)
+
+
+def take_layers(stacked: M, index: int | slice) -> M:
+    """One layer (int) or a shorter stack (slice) of a stacked module."""
+    graph, state = nnx.split(stacked)
+    return nnx.merge(graph, jax.tree.map(lambda p: p[index], state))
+
+
+def scan_blocks(
+    blocks: Block,
+    step: Callable[[Block, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any = None,
+    *,
+    remat: Remat = "none",
+) -> tuple[Any, Any]:
+    """`carry, y = step(block, carry, x)` over all layers; returns the last carry and the stacked ys.
+
+    `remat`: what the backward pass recomputes inside a layer: nothing, all but matrix products, or everything.
+    """
+    graph, state = nnx.split(blocks)
+
+    def body(carry: Any, layer: tuple[Any, Any]) -> tuple[Any, Any]:
+        return step(nnx.merge(graph, layer[0]), carry, layer[1])
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    return jax.lax.scan(body, carry, (state, xs))
+
+
+def layer_windows(config: DecoderConfig) -> Int[Array, " L"] | None:
+    """Each layer's sliding window as scan input, None if all layers are global."""
+    if all(window is None for window in config.windows):
+        return None
+    unbounded = jnp.iinfo(jnp.int32).max
+    return jnp.asarray([unbounded if window is None else window for window in config.windows], jnp.int32)
