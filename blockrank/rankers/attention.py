@@ -1,0 +1,183 @@
+"""The BlockRank ranker: prompts in, attention scores out (arXiv 2510.05396, section 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from blockrank.attention.visibility import PATTERNS
+from blockrank.errors import UserError
+from blockrank.layout import LayoutShape, Packing, TokenLayout, round_up_geometric
+from blockrank.models.config import DecoderConfig
+from blockrank.models.decoder import Decoder, TruncatedDecoder, check_score_layer
+from blockrank.models.loading import flat_parameters
+from blockrank.prompts.encode import PromptEncoder, PromptSegments
+from blockrank.rankers.readout import Aggregation, attention_scores
+from blockrank.types import CandidateList, ListScores
+
+EMPTY_SCORE = 0.0
+"""Score of a document without text: no attention mass, below every document that has any."""
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How prompts are laid out and scores are read.
+
+    `score_layer`: 0-based; None takes the layer at 5/8 of the depth (20 of Mistral's 32). `signal_aggregation`: scores
+    of a list sum to the number of signal tokens (`sum`, the paper) or to 1 (`mean`, the released code).
+    `batch_tokens`: the most stream tokens, padding included, given to the device at once (a single list may have more).
+    """
+
+    score_layer: int | None = None
+    signal_aggregation: Aggregation = "sum"
+    suffix_offset: int = 8192
+    visibility: str = "blockrank"
+    packing: Packing = "packed"
+    row_length: int = 512
+    attention_backend: str = "auto"
+    batch_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.visibility not in PATTERNS:
+            raise UserError(f"visibility={self.visibility!r} is unknown: choose one of {', '.join(PATTERNS)}")
+        for name, known in (("signal_aggregation", Aggregation), ("packing", Packing)):
+            if getattr(self, name) not in get_args(known):
+                raise UserError(f"{name}={getattr(self, name)!r} is unknown: choose {' or '.join(get_args(known))}")
+        for name in ("row_length", "suffix_offset", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be positive")
+
+    def layer_of(self, config: DecoderConfig) -> int:
+        """The score layer for a model of this depth; `UserError` if it has no such layer."""
+        layer = config.num_layers * 5 // 8 if self.score_layer is None else self.score_layer
+        check_score_layer(layer, config)
+        return layer
+
+    def lay_out(
+        self, batch: Sequence[PromptSegments], *, shape: LayoutShape | None = None, bucket: bool = True
+    ) -> TokenLayout:
+        """A batch of prompts, with the positions the visibility is meant for."""
+        return TokenLayout.from_segments(
+            batch,
+            row_length=self.row_length,
+            packing=self.packing,
+            suffix_offset=None if PATTERNS[self.visibility].sequential else self.suffix_offset,
+            shape=shape,
+            bucket=bucket,
+        )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"suffix_offset": 8192, "signal_aggregation": "sum"},
+    "release": {"suffix_offset": 16384, "signal_aggregation": "mean"},
+}
+"""Where the paper and the released checkpoint read scores differently; docs/numerics.md lists every difference."""
+
+
+def preset_settings(preset: str, **overrides: Any) -> AttentionSettings:
+    """The settings of a preset, with any field overridden."""
+    if preset not in PRESETS:
+        raise UserError(f"preset={preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+    return replace(AttentionSettings(**PRESETS[preset]), **overrides)
+
+
+class AttentionRanker:
+    """Scores candidate lists by the attention of the signal tokens at the score layer.
+
+    Scores are relative to the list: masses of one list sum to the number of signal tokens (or to 1), so they do not
+    compare across lists. Shapes are bucketed; a bucket compiles once.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | TruncatedDecoder,
+        encoder: PromptEncoder,
+        settings: AttentionSettings | None = None,
+        name: str = "attention",
+    ) -> None:
+        self.name = name
+        self.encoder = encoder
+        self.settings = settings or AttentionSettings()
+        if isinstance(model, Decoder):
+            model = model.truncate(self.settings.layer_of(model.config))
+        cut, wanted = model.config.num_layers, self.settings.score_layer
+        if wanted not in (None, cut):
+            raise UserError(f"score_layer={wanted}, but this model was truncated at layer {cut}")
+        self.model = model
+        graph, self._state = nnx.split(model)
+        settings = self.settings
+
+        def score(state: nnx.State, layout: TokenLayout) -> Float[Array, "B N"]:
+            return attention_scores(
+                nnx.merge(graph, state),
+                layout,
+                model.config.num_layers,
+                visibility=PATTERNS[settings.visibility],
+                aggregation=settings.signal_aggregation,
+                backend=settings.attention_backend,
+            )
+
+        self._score = jax.jit(score)
+
+    @property
+    def compilations(self) -> int:
+        """How many layout shapes have been compiled so far."""
+        return self._score._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def score(self, lists: Sequence[CandidateList]) -> list[ListScores]:
+        """Scores of each list in its own order; documents without text score `EMPTY_SCORE`."""
+        segments = {i: self.encoder.encode(candidates) for i, candidates in enumerate(lists) if candidates.documents}
+        readable = [i for i, s in segments.items() if s.documents]
+        results = {i: self._unread(lists[i]) for i in range(len(lists)) if i not in readable}
+        for batch in self._batches(readable, segments):
+            layout = self.settings.lay_out([segments[i] for i in batch])
+            masses = np.asarray(self._score(self._state, _pad_batch(layout)))[: len(batch)]
+            for i, mass, tokens in zip(batch, masses, layout.token_count(), strict=True):
+                results[i] = self._result(lists[i], segments[i], mass, int(tokens))
+        return [results[i] for i in range(len(lists))]
+
+    def _batches(self, indices: list[int], segments: dict[int, PromptSegments]) -> list[list[int]]:
+        """Lists in order, as many together as `batch_tokens` allows."""
+        batches: list[list[int]] = []
+        shape: LayoutShape | None = None
+        for i in indices:
+            own = self.settings.lay_out([segments[i]]).shape
+            joint = own if shape is None else shape.union(own)
+            size = round_up_geometric(len(batches[-1]) + 1) if batches else 1
+            if batches and size * joint.tokens <= self.settings.batch_tokens:
+                batches[-1].append(i)
+                shape = joint
+            else:
+                batches.append([i])
+                shape = own
+        return batches
+
+    def _result(self, candidates: CandidateList, segments: PromptSegments, mass: np.ndarray, tokens: int) -> ListScores:
+        found = mass[: len(segments.documents)]
+        if not np.isfinite(found).all():
+            raise UserError(f"query {candidates.query.id!r}: scores are not finite; {self._broken_weights()}")
+        scores = np.full(len(candidates), EMPTY_SCORE, np.float32)
+        np.add.at(scores, list(segments.document_index), found)
+        return ListScores(scores, np.asarray(segments.truncated, bool), segments.query_truncated, tokens)
+
+    @staticmethod
+    def _unread(candidates: CandidateList) -> ListScores:
+        n = len(candidates)
+        return ListScores(np.full(n, EMPTY_SCORE, np.float32), np.zeros(n, bool))
+
+    def _broken_weights(self) -> str:
+        broken = [path for path, leaf in flat_parameters(self.model).items() if not np.isfinite(np.asarray(leaf)).all()]
+        return f"parameters with NaN or infinity: {', '.join(broken)}" if broken else "the weights are finite"
+
+
+def _pad_batch(layout: TokenLayout) -> TokenLayout:
+    """Repeat the last list up to a bucketed batch size, so that batch sizes compile to few shapes."""
+    size = layout.tokens.shape[0]
+    spare = round_up_geometric(size) - size
+    return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], spare, axis=0)]), layout) if spare else layout

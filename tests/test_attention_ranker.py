@@ -1,0 +1,328 @@
+"""The ranker from texts to scores, with the real tokenizer and a tiny random decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import tiny_config, tiny_decoder
+
+from blockrank.attention.visibility import BLOCKRANK
+from blockrank.errors import UserError
+from blockrank.layout import round_up_geometric
+from blockrank.models.decoder import Decoder
+from blockrank.models.gguf import embedded_model_path
+from blockrank.prompts.encode import PromptEncoder, PromptLimits
+from blockrank.prompts.template import PromptTemplate
+from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
+from blockrank.rankers import attention
+from blockrank.rankers.attention import (
+    EMPTY_SCORE,
+    AttentionRanker,
+    AttentionSettings,
+    preset_settings,
+)
+from blockrank.rankers.readout import attention_scores
+from blockrank.types import CandidateList, Document, ListScores, Query
+
+TOLERANCE = 1e-5
+SETTINGS = AttentionSettings(score_layer=1, suffix_offset=2048, row_length=128)
+WORDS = [
+    "river",
+    "stone",
+    "cloud",
+    "engine",
+    "paper",
+    "market",
+    "winter",
+    "signal",
+    "garden",
+    "copper",
+    "violin",
+    "lemon",
+]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    try:
+        return load_tokenizer(embedded_model_path())
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@cache
+def decoder() -> Decoder:
+    return tiny_decoder(tiny_config(2, vocabulary=tokenizer().vocab_size))
+
+
+def encoder(template: str = "paper", **limits: object) -> PromptEncoder:
+    return PromptEncoder(PromptTemplate.from_yaml(template), tokenizer(), PromptLimits(**limits))
+
+
+@cache
+def ranker(settings: AttentionSettings = SETTINGS, **limits: object) -> AttentionRanker:
+    return AttentionRanker(decoder(), encoder(**limits), settings)
+
+
+def listed(*texts: str, query: str = "where does the river end") -> CandidateList:
+    return CandidateList(Query("q1", query), tuple(Document(f"d{i}", text) for i, text in enumerate(texts)))
+
+
+@cache
+def passages(count: int, seed: int = 0) -> tuple[str, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(" ".join(rng.choice(WORDS, rng.integers(3, 30))) + f" {seed} {i}" for i in range(count))
+
+
+def scored(ranker: AttentionRanker, *lists: CandidateList) -> list[ListScores]:
+    results = ranker.score(list(lists))
+    assert len(results) == len(lists)
+    for candidates, result in zip(lists, results, strict=True):
+        assert result.scores.shape == result.truncated.shape == (len(candidates),)
+        assert result.scores.dtype == np.float32
+        assert np.isfinite(result.scores).all()
+    return results
+
+
+def assert_same_scores(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+    assert np.argsort(actual, kind="stable").tolist() == np.argsort(expected, kind="stable").tolist()
+
+
+def test_ragged_lists_score_as_they_do_alone() -> None:
+    lists = [listed(*passages(n, seed=n)) for n in (0, 1, 3, 30)]
+    together = scored(ranker(replace(SETTINGS, batch_tokens=1 << 20)), *lists)
+    for candidates, result in zip(lists, together, strict=True):
+        (alone,) = scored(ranker(), candidates)
+        assert_same_scores(result.scores, alone.scores)
+        assert result.tokens == alone.tokens
+    assert together[0].tokens == 0
+    assert [float(result.scores.sum()) for result in together[1:]] == pytest.approx([2, 2, 2], abs=TOLERANCE)
+
+
+def test_empty_lists_call_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = AttentionRanker(decoder(), encoder(), SETTINGS)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was called")
+
+    monkeypatch.setattr(idle, "_score", refuse)
+    assert idle.score([]) == []
+    results = idle.score([listed(), listed("", " \n")])
+    assert [result.scores.tolist() for result in results] == [[], [EMPTY_SCORE, EMPTY_SCORE]]
+
+
+def test_documents_without_text_score_lowest_and_change_nothing() -> None:
+    texts = passages(3)
+    (whole,) = scored(ranker(), listed("", texts[0], "   ", texts[1], texts[2], "\n\t"))
+    (kept,) = scored(ranker(), listed(*texts))
+    assert whole.scores[[0, 2, 5]].tolist() == [EMPTY_SCORE] * 3
+    assert_same_scores(whole.scores[[1, 3, 4]], kept.scores)
+    assert whole.scores[[1, 3, 4]].min() > EMPTY_SCORE
+    assert not whole.truncated.any()
+    (single,) = scored(ranker(), listed("", "   ", "good text"))
+    assert single.scores.tolist() == [EMPTY_SCORE, EMPTY_SCORE, pytest.approx(2, abs=TOLERANCE)]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.permutations(range(6)))
+def test_permuting_candidates_permutes_scores(order: list[int]) -> None:
+    """Numbers follow content, so that prompts hold the same documents whatever the order."""
+    texts = passages(6)
+    (straight,), (mixed,) = scored(ranker(), listed(*texts)), scored(ranker(), listed(*(texts[i] for i in order)))
+    assert_same_scores(mixed.scores, straight.scores[order])
+
+
+def test_numbers_by_position_do_depend_on_the_order() -> None:
+    positional = AttentionRanker(decoder(), encoder("release"), SETTINGS)
+    texts = passages(6)
+    (straight,), (mixed,) = scored(positional, listed(*texts)), scored(positional, listed(*texts[::-1]))
+    assert np.abs(mixed.scores - straight.scores[::-1]).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": "chunked"},
+        {"row_length": 384},
+        {"row_length": 160, "packing": "chunked"},
+        {"attention_backend": "reference"},
+        {"batch_tokens": 1},
+    ],
+    ids=str,
+)
+def test_row_length_packing_backend_and_batches_do_not_matter(changes: dict) -> None:
+    lists = [listed(*passages(n, seed=n)) for n in (5, 2)]
+    for other, expected in zip(
+        scored(ranker(replace(SETTINGS, **changes)), *lists), scored(ranker(), *lists), strict=True
+    ):
+        assert_same_scores(other.scores, expected.scores)
+
+
+def test_batch_size_and_batch_mates_do_not_matter() -> None:
+    target = listed(*passages(4))
+    (alone,) = scored(ranker(), target)
+    wide = ranker(replace(SETTINGS, batch_tokens=1 << 20))
+    for size, place in ((2, 1), (5, 0)):
+        mates = [listed(*passages(n + 1, seed=n), query="another " * (n + 1)) for n in range(size)]
+        mates[place] = target
+        assert_same_scores(scored(wide, *mates)[place].scores, alone.scores)
+
+
+def test_batches_hold_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    plain = attention._pad_batch
+    monkeypatch.setattr(attention, "_pad_batch", lambda x: sizes.append(plain(x).tokens.size) or plain(x))
+    lists = [listed(*passages(n, seed=n)) for n in (3, 3, 3, 3, 3, 9, 1)]
+    limit = (
+        6 * AttentionRanker(decoder(), encoder(), SETTINGS).settings.lay_out([encoder().encode(lists[0])]).shape.tokens
+        - 1
+    )
+    scored(ranker(replace(SETTINGS, batch_tokens=limit)), *lists)
+    assert len(sizes) >= 2
+    assert max(sizes) <= limit
+    sizes.clear()
+    scored(ranker(replace(SETTINGS, batch_tokens=1)), *lists[:2])
+    assert len(sizes) == 2
+
+
+def test_presets() -> None:
+    paper, release = preset_settings("paper"), preset_settings("release", score_layer=1)
+    assert (paper.suffix_offset, paper.signal_aggregation) == (8192, "sum")
+    assert (release.suffix_offset, release.signal_aggregation, release.score_layer) == (16384, "mean", 1)
+    candidates = listed(*passages(4))
+    summed = scored(ranker(preset_settings("paper", score_layer=1, suffix_offset=2048, row_length=128)), candidates)[0]
+    mean = scored(ranker(replace(SETTINGS, signal_aggregation="mean")), candidates)[0]
+    assert float(summed.scores.sum()) == pytest.approx(2, abs=TOLERANCE)
+    assert float(mean.scores.sum()) == pytest.approx(1, abs=TOLERANCE)
+    np.testing.assert_allclose(summed.scores, 2 * mean.scores, rtol=0, atol=TOLERANCE)
+    with pytest.raises(UserError, match="preset='papers' is unknown: choose one of paper, release"):
+        preset_settings("papers")
+
+
+def test_the_default_score_layer_is_at_five_eighths() -> None:
+    for layers, expected in ((32, 20), (30, 18), (8, 5), (1, 0)):
+        assert AttentionSettings().layer_of(tiny_config(layers)) == expected
+    assert ranker().model.config.num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"visibility": "all"}, "visibility='all' is unknown: choose one of blockrank, dense"),
+        ({"packing": "loose"}, "packing='loose' is unknown: choose packed or chunked"),
+        ({"signal_aggregation": "max"}, "signal_aggregation='max' is unknown: choose sum or mean"),
+        ({"row_length": 0}, "row_length=0 must be positive"),
+        ({"batch_tokens": -1}, "batch_tokens=-1 must be positive"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AttentionSettings(**fields)
+
+
+def test_a_score_layer_that_does_not_fit_the_model_is_refused() -> None:
+    with pytest.raises(UserError, match="score_layer=2 is not one of the model's 2 layers"):
+        AttentionRanker(decoder(), encoder(), replace(SETTINGS, score_layer=2))
+    with pytest.raises(UserError, match="score_layer=0, but this model was truncated at layer 1"):
+        AttentionRanker(decoder().truncate(1), encoder(), replace(SETTINGS, score_layer=0))
+
+
+def test_a_truncated_model_may_be_given() -> None:
+    candidates = listed(*passages(3))
+    given_cut = AttentionRanker(decoder().truncate(1), encoder(), replace(SETTINGS, score_layer=None))
+    assert_same_scores(scored(given_cut, candidates)[0].scores, scored(ranker(), candidates)[0].scores)
+
+
+def test_a_truncated_document_still_scores_and_is_flagged() -> None:
+    texts = passages(3)
+    long = " ".join(WORDS * 40)
+    short = ranker(SETTINGS, document_tokens=100)
+    (result,) = scored(short, listed(texts[0], long, *texts[1:]))
+    assert result.truncated.tolist() == [False, True, False, False]
+    assert result.scores[1] > 0
+    (longer,) = scored(short, listed(texts[0], long + " and more", *texts[1:]))
+    assert result.scores.sum() == pytest.approx(longer.scores.sum(), abs=TOLERANCE)
+    assert not result.query_truncated
+
+
+def test_a_long_query_is_cut_and_flagged() -> None:
+    (result,) = scored(ranker(SETTINGS, query_tokens=20), listed(*passages(2), query=" ".join(WORDS * 200)))
+    assert result.query_truncated
+    assert float(result.scores.sum()) == pytest.approx(2, abs=TOLERANCE)
+
+
+def test_parts_of_a_split_document_add_up() -> None:
+    splitting = ranker(SETTINGS, document_tokens=60, long_documents="split")
+    candidates = listed(passages(2)[0], " ".join(WORDS * 10), "", passages(2)[1])
+    segments = splitting.encoder.encode(candidates)
+    assert segments.document_index.count(1) >= 3
+    layout = SETTINGS.lay_out([segments])
+    options = {"visibility": BLOCKRANK, "aggregation": "sum"}
+    masses = np.asarray(attention_scores(decoder(), layout, 1, **options))[0]
+    expected = np.zeros(4)
+    for index, mass in zip(segments.document_index, masses, strict=False):
+        expected[index] += mass
+    (result,) = scored(splitting, candidates)
+    np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
+    assert result.scores[2] == EMPTY_SCORE
+    assert float(result.scores.sum()) == pytest.approx(2, abs=TOLERANCE)
+    assert not result.truncated.any()
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    graph, params = nnx.split(decoder())
+    broken = nnx.merge(graph, jax.tree.map(jnp.array, params))
+    kernel = broken.blocks.attention.key.kernel
+    kernel.set_value(kernel.get_value().at[0, 3, 2].set(jnp.nan))
+    with pytest.raises(
+        UserError, match=r"query 'q1': scores are not finite; parameters .*: blocks\.attention\.key\.kernel$"
+    ):
+        AttentionRanker(broken, encoder(), SETTINGS).score([listed(*passages(3))])
+
+
+def test_a_document_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(UserError, match=r"document 1 has \d+ tokens, more than a row of 128: raise row_length"):
+        ranker(SETTINGS, document_tokens=None).score([listed("short", " ".join(WORDS * 40))])
+
+
+def test_one_program_per_bucket() -> None:
+    """50 requests of 50 lengths and many document counts."""
+    fresh = AttentionRanker(decoder(), encoder(), replace(SETTINGS, batch_tokens=1))
+    rng = np.random.default_rng(0)
+    lists = []
+    for length in range(50):
+        count = int(rng.integers(1, 5))
+        lists.append(listed(*passages(count, seed=length), query=" ".join(rng.choice(WORDS, 1 + length % 25))))
+    buckets = {fresh.settings.lay_out([fresh.encoder.encode(candidates)]).shape for candidates in lists}
+    exact = {fresh.settings.lay_out([fresh.encoder.encode(candidates)], bucket=False).shape for candidates in lists}
+    scored(fresh, *lists)
+    assert fresh.compilations == len(buckets)
+    assert len(buckets) < len(exact) / 2
+    scored(fresh, *lists[::-1])
+    assert fresh.compilations == len(buckets)
+
+
+def test_batch_sizes_are_bucketed_too() -> None:
+    fresh = AttentionRanker(decoder(), encoder(), replace(SETTINGS, batch_tokens=1 << 20))
+    candidates = listed(*passages(2))
+    for size in range(1, 7):
+        results = scored(fresh, *[candidates] * size)
+        np.testing.assert_allclose([r.scores for r in results], [results[0].scores] * size, rtol=0, atol=1e-6)
+    assert fresh.compilations == len({round_up_geometric(size) for size in range(1, 7)}) == 5
+
+
+def test_inputs_are_not_changed_and_scores_repeat() -> None:
+    candidates = listed(*passages(3))
+    copy = replace(candidates)
+    first, second = scored(ranker(), candidates)[0], scored(ranker(), candidates)[0]
+    assert candidates == copy
+    np.testing.assert_array_equal(first.scores, second.scores)
