@@ -44,6 +44,12 @@ class CandidateLists(Sequence[CandidateList]):
         """Document ids of list `index`, best first."""
         return tuple(self._run[self.queries[index].id])
 
+    def take(self, indices: Sequence[int]) -> CandidateLists:
+        """The lists at `indices`, in that order."""
+        chosen = [self.queries[index] for index in indices]
+        flags = {"uninformative": self.uninformative, "dropped": self.dropped}
+        return CandidateLists(self.documents, chosen, self._run, self.qrels, **flags)
+
     def __len__(self) -> int:
         return len(self.queries)
 
@@ -53,9 +59,7 @@ class CandidateLists(Sequence[CandidateList]):
     def __getitem__(self, index: slice) -> CandidateLists: ...
     def __getitem__(self, index: int | slice) -> CandidateList | CandidateLists:
         if isinstance(index, slice):
-            chosen = self.queries[index]
-            flags = {"uninformative": self.uninformative, "dropped": self.dropped}
-            return CandidateLists(self.documents, chosen, self._run, self.qrels, **flags)
+            return self.take(range(len(self))[index])
         query = self.queries[index]
         ranking = self._run[query.id]
         judged = self.qrels.get(query.id)

@@ -125,6 +125,11 @@ class AttentionRanker:
 
         self._score = jax.jit(score)
 
+    def set_model(self, model: Decoder) -> None:
+        """Score with another model of the same config from now on; nothing is compiled anew."""
+        self.model = model.truncate(self.model.config.num_layers)
+        self._state = nnx.state(self.model)
+
     @property
     def compilations(self) -> int:
         """How many layout shapes have been compiled so far."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockrank.data.candidates import CandidateLists, candidate_lists
 from blockrank.data.collection import Collection
 from blockrank.data.files import hash64
 from blockrank.retrieval.first_stage import first_stage
-from blockrank.types import CandidateList
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ def open_lists(collection: Collection, config: ListsConfig) -> CandidateLists:
     return candidate_lists(collection, run, config.split, config.depth, with_positives=config.with_positives)
 
 
-def select_queries(lists: CandidateLists, max_queries: int | None) -> Sequence[CandidateList]:
+def select_queries(lists: CandidateLists, max_queries: int | None) -> CandidateLists:
     """The lists of a fixed subset of the queries, in the split's order; all of them for None."""
     if max_queries is None or max_queries >= len(lists):
         return lists
     chosen = sorted(range(len(lists)), key=lambda i: (hash64(lists.queries[i].id), i))[:max_queries]
-    return [lists[i] for i in sorted(chosen)]
+    return lists.take(sorted(chosen))

@@ -1,0 +1,195 @@
+"""`python -m blockrank.train`: fine-tune a ranker, and measure it on held-out lists.
+
+    python -m blockrank.train +exp=quickstart
+    python -m blockrank.train +exp=msmarco dry_run=true
+
+The output folder holds `checkpoints/`, `metrics.jsonl`, `curves.png` and, with `test`, `evaluation/` and `table.md`.
+The same command continues an interrupted run. Exits with status 0 (also when a signal stopped it), 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from blockrank.config import entry, to_plain
+from blockrank.data.collection import Collection
+from blockrank.data.loader import training_iterator
+from blockrank.data.sampling import TrainingLists
+from blockrank.errors import UserError
+from blockrank.evaluation.evaluator import Evaluator
+from blockrank.evaluation.files import git_commit, versions
+from blockrank.evaluation.held_out import HeldOut
+from blockrank.layout import LayoutShape
+from blockrank.models.decoder import Decoder
+from blockrank.prompts.encode import PromptEncoder
+from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.attention import AttentionRanker
+from blockrank.rankers.first_stage import FirstStageRanker
+from blockrank.retrieval.lists import ListsConfig, open_lists, select_queries
+from blockrank.training.batches import BatchEncoder
+from blockrank.training.curves import plot_curves
+from blockrank.training.dry_run import dry_run
+from blockrank.training.initial import check_vocabulary
+from blockrank.training.recipe import TrainConfig, TrainingListsConfig
+from blockrank.training.state import count_parameters, split_model
+from blockrank.training.step import ranking_loss_fn, ranking_share_fn
+from blockrank.training.tracking import metric_name
+from blockrank.training.trainer import RunRecord, Trainer, TrainResult
+
+log = logging.getLogger(__name__)
+
+SHAPE_SAMPLE = 64
+"""Training lists read to choose the layout that batches are padded to."""
+
+
+@entry("train", TrainConfig)
+def main(config: TrainConfig) -> int:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    console = Console(soft_wrap=True, highlight=False)
+    if config.dry_run:
+        console.print(dry_run(config), markup=False)
+        return 0
+    train(config, console)
+    return 0
+
+
+def train(config: TrainConfig, console: Console) -> TrainResult:
+    """Trains, draws the curves, and with `config.test` measures first stage, initial and trained model."""
+    decoder = config.model.decoder_config()
+    layer = config.ranker.layer_of(decoder)
+    config = replace(config, ranker=replace(config.ranker, score_layer=layer))
+    tokenizer = config.model.load_tokenizer()
+    check_vocabulary(decoder, tokenizer)
+    template = PromptTemplate.from_config(config.prompt, "prompt")
+    encoder = PromptEncoder(template, tokenizer, config.limits)
+    collection = config.data.open()
+    lists = training_lists(collection, config.lists)
+    batches = BatchEncoder(encoder, config.ranker, config.lists.sampling.min_grade)
+    sample = np.linspace(0, len(lists) - 1, min(SHAPE_SAMPLE, len(lists))).astype(int)
+    draw = partial(lists.sample, num_candidates=config.lists.num_candidates, seed=config.seed)
+    batches = batches.fitted(draw(int(index), 0) for index in sample)
+    settings = config.trainer
+    iterator = training_iterator(
+        lists,
+        num_candidates=config.lists.num_candidates,
+        batch_size=settings.batch_size,
+        seed=config.seed,
+        num_epochs=None if settings.total_steps else settings.num_epochs,
+        transform=batches,
+    )
+    total_steps = settings.total_steps or iterator.num_steps
+    assert total_steps is not None
+    model = config.model.load(config.seed)
+    if model.config != decoder:
+        raise UserError("model.config differs from the config of the weights at model.path")
+    console.print(
+        f"{count_parameters(split_model(model)[1]):,} parameters, score layer {layer}; {len(lists):,} training lists "
+        f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
+    )
+    ranker = AttentionRanker(model, encoder, config.ranker)
+    held_out = (
+        None if config.test is None else HeldOut(collection, config.test, config.output_dir / "evaluation", config.seed)
+    )
+    if held_out is not None:
+        held_out.measure("first stage", FirstStageRanker("first_stage"), {"lists": to_plain(config.test)})
+        held_out.measure("untrained", ranker, _scores_identity(config, encoder, 0))
+    objective = config.objective(layer)
+    attention_only = replace(objective, ntp_weight=0.0) if config.loss.ntp_every > 1 else objective
+    trainer = Trainer(
+        config.output_dir,
+        model,
+        iterator,
+        ranking_loss_fn(objective),
+        share_fn=ranking_share_fn(objective),
+        full_every=config.loss.ntp_every,
+        between=(ranking_loss_fn(attention_only), ranking_share_fn(attention_only)),
+        total_steps=total_steps,
+        optimizer=config.optimizer,
+        settings=settings,
+        checkpoints=config.checkpoints,
+        tracker=config.tracker,
+        validate=_validation(collection, config, ranker),
+        record=_record(config, encoder, model, batches.shape, total_steps),
+    )
+    result = trainer.run()
+    plot = plot_curves(result.metrics, config.output_dir / "curves.png") if jax.process_index() == 0 else None
+    if held_out is not None and result.status == "finished":
+        ranker.set_model(result.model)
+        held_out.measure("trained", ranker, _scores_identity(config, encoder, result.step))
+        console.print(held_out.write_table(config.output_dir / "table.md", "untrained"), markup=False)
+    shown = {"checkpoint": result.checkpoint, "metrics": result.metrics, "curves": plot}
+    if held_out is not None and result.status == "finished":
+        shown |= {f"run ({name})": path for name, path in held_out.runs.items()}
+    for name, path in shown.items():
+        if path is not None:
+            console.print(f"{name}: {path}", markup=False)
+    return result
+
+
+def training_lists(collection: Collection, config: TrainingListsConfig) -> TrainingLists:
+    """The training lists of a collection; `max_queries` keeps a fixed subset of the queries."""
+    lists = open_lists(collection, ListsConfig(config.split, config.candidates, config.depth))
+    return TrainingLists(select_queries(lists, config.max_queries), config.sampling)
+
+
+def _validation(
+    collection: Collection, config: TrainConfig, ranker: AttentionRanker
+) -> Callable[[Any, int], dict[str, float]] | None:
+    if config.validation is None:
+        return None
+    settings = config.validation
+    lists = select_queries(open_lists(collection, settings), settings.max_queries)
+
+    def validate(model: Decoder, step: int) -> dict[str, float]:
+        del step
+        ranker.set_model(model)
+        evaluator = Evaluator(ranker, lists, None, settings.batch_size, measures=settings.measures, progress=False)
+        return {metric_name(name): value for name, value in evaluator.run().means.items()}
+
+    return validate
+
+
+def _scores_identity(config: TrainConfig, encoder: PromptEncoder, step: int) -> dict[str, Any]:
+    return {
+        "model": to_plain(config.model),
+        "ranker": to_plain(config.ranker),
+        "prompt": encoder.fingerprint,
+        "run": None if step == 0 else _identity(config, encoder),
+        "step": step,
+    }
+
+
+def _identity(config: TrainConfig, encoder: PromptEncoder) -> dict[str, Any]:
+    return {**config.identity(), "prompt": encoder.fingerprint}
+
+
+def _record(
+    config: TrainConfig, encoder: PromptEncoder, model: Decoder, shape: LayoutShape | None, total_steps: int
+) -> RunRecord:
+    tokenizer, template = encoder.tokenizer, encoder.template
+
+    def write_files(folder: Path) -> None:
+        template.save(folder)
+        tokenizer.save(folder)
+
+    meta = {
+        "model": to_plain(model.config),
+        "config": to_plain(config),
+        "git_commit": git_commit(),
+        "versions": versions(),
+    }
+    identity = {**_identity(config, encoder), "total_steps": total_steps, "shape": to_plain(shape)}
+    return RunRecord(identity, meta, write_files)
+
+
+if __name__ == "__main__":
+    main()

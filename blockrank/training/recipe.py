@@ -1,0 +1,126 @@
+"""The configuration of a training run: `configs/train.yaml` as dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from blockrank.config import to_plain
+from blockrank.data.collection import CollectionConfig
+from blockrank.data.sampling import SamplingConfig
+from blockrank.losses import Objective
+from blockrank.models.stack import Remat
+from blockrank.prompts.encode import PromptLimits
+from blockrank.rankers.attention import AttentionSettings
+from blockrank.retrieval.lists import ListsConfig
+from blockrank.training.checkpoint import CheckpointSettings
+from blockrank.training.initial import ModelConfig
+from blockrank.training.optimizer import OptimizerSettings
+from blockrank.training.tracking import TrackerSettings
+from blockrank.training.trainer import TrainerSettings
+
+
+@dataclass(frozen=True)
+class TrainingListsConfig:
+    """Training lists: `num_candidates` documents, negatives from the first `depth` of the first stage."""
+
+    split: str
+    candidates: str | None = None
+    depth: int = 100
+    num_candidates: int = 30
+    max_queries: int | None = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(frozen=True)
+class HeldOutConfig(ListsConfig):
+    """Lists to measure on, `batch_size` at a time.
+
+    `tail`: candidates below `depth` are dropped, or kept below the re-ranked ones. `missing`: a judged query without a
+    list counts 0, or is skipped.
+    """
+
+    measures: tuple[str, ...] = ("P@1", "RR@10", "nDCG@10")
+    batch_size: int = 8
+    tail: Literal["drop", "keep"] = "drop"
+    missing: Literal["zero", "skip"] = "zero"
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """`ntp_weight * L_NTP + aux_weight * L_aux` (see `losses.Objective`).
+
+    `ntp_every`: L_NTP is on each so-many-th step only; the steps between train the attention alone and end at the score
+    layer, at less than half the cost. 1, the paper's, is every step.
+    """
+
+    ntp_weight: float = 1.0
+    ntp_every: int = 1
+    aux_weight: float = 0.1
+    temperature: float = 0.05
+    remat: Remat = "none"
+
+    def __post_init__(self) -> None:
+        if self.ntp_every < 1:
+            raise ValueError(f"ntp_every={self.ntp_every} must be at least 1")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices per mesh axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    doc: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.data, self.fsdp, self.doc, self.tensor) != (1, 1, 1, 1):
+            raise ValueError("training runs on one device: set every axis to 1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`configs/train.yaml`."""
+
+    output_dir: Path
+    seed: int
+    dry_run: bool
+    model: ModelConfig
+    data: CollectionConfig
+    prompt: dict[str, Any]
+    ranker: AttentionSettings
+    mesh: MeshConfig
+    tracker: TrackerSettings
+    lists: TrainingListsConfig
+    limits: PromptLimits
+    loss: LossConfig
+    optimizer: OptimizerSettings
+    trainer: TrainerSettings
+    checkpoints: CheckpointSettings
+    validation: HeldOutConfig | None = None
+    test: HeldOutConfig | None = None
+
+    def objective(self, score_layer: int) -> Objective:
+        """The loss, read as the ranker reads scores."""
+        loss = self.loss
+        return Objective(
+            score_layer=score_layer,
+            visibility=self.ranker.visibility,
+            ntp_weight=loss.ntp_weight,
+            aux_weight=loss.aux_weight,
+            temperature=loss.temperature,
+            signal_aggregation=self.ranker.signal_aggregation,
+            attention_backend=self.ranker.attention_backend,
+            remat=loss.remat,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the numbers of a run, beyond the prompt and the data order the iterator's state names."""
+        sections = ("seed", "model", "data", "lists", "ranker", "loss", "optimizer")
+        return {
+            **{name: to_plain(getattr(self, name)) for name in sections},
+            "batch_size": self.trainer.batch_size,
+            "accumulation": self.trainer.accumulation,
+        }

@@ -1,0 +1,51 @@
+"""What training carries from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Int
+
+from blockrank.training.optimizer import Params, path_name
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "optimizer_state"], meta_fields=[])
+@dataclass(frozen=True)
+class TrainState:
+    """`step` counts batches consumed, `skipped` those whose update was refused (a loss or gradient not finite).
+
+    `params` is a nested dict of float32 master weights; `optimizer_state` is whatever the optimiser keeps.
+    """
+
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+    params: Params
+    optimizer_state: Any
+
+
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
+    """The model's structure and its parameters as a nested dict; `nnx.merge(graphdef, params)` gives the model again.
+
+    Raises `ValueError` for a model with state that is not a parameter (it would silently not be saved).
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(rest))]
+        raise ValueError(f"the model holds state that is no parameter: {', '.join(names)}")
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def create_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Step 0. Works under `jax.eval_shape` for abstract `params`."""
+    return TrainState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def count_parameters(params: Params) -> int:
+    """The number of scalars, of concrete or abstract parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

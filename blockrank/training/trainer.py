@@ -1,0 +1,340 @@
+"""The training loop: batches in, steps, validation, checkpoints and logs out; resumable to the bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import jax
+from flax import nnx
+
+from blockrank.errors import UserError
+from blockrank.training.batches import HostBatch
+from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
+from blockrank.training.optimizer import OptimizerSettings, make_optimizer, trainable_mask
+from blockrank.training.state import TrainState, count_parameters, create_state, split_model
+from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
+from blockrank.training.tracking import METRICS_FILE, TrackerSettings, make_trackers
+
+log = logging.getLogger(__name__)
+
+PEAK_FLOPS = {
+    "TPU v6 lite": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""bf16 FLOP/s by the start of the device kind's name, for `train/mfu`."""
+
+
+class Batches(Protocol):
+    """An iterator of batches that knows its position. The state is JSON and valid for the same data only."""
+
+    def __next__(self) -> HostBatch: ...
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+Validate = Callable[[Any, int], Mapping[str, float]]
+"""(model, step) -> metrics, named without the `validation/` prefix."""
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """`batch_size` lists per step over all devices, in `accumulation` micro-batches, for `num_epochs` or `total_steps`.
+
+    `on_nonfinite`: `stop` at a loss or gradient that is not finite, or `skip` that update, at most `max_skipped` times.
+    `max_share_without_positive`: stop when more lists than that (of at least 100 seen) have no positive document.
+    `resume`: continue from the newest checkpoint in the output folder; otherwise an earlier run there is an error.
+    """
+
+    batch_size: int = 32
+    accumulation: int = 1
+    num_epochs: int = 1
+    total_steps: int | None = None
+    validate_every: int = 0
+    log_every: int = 10
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = 10
+    max_share_without_positive: float = 0.1
+    resume: bool = True
+
+    def steps(self, num_lists: int) -> int:
+        """Optimiser steps of the run: `total_steps`, or whole batches in `num_epochs` passes over `num_lists`."""
+        if self.total_steps is not None:
+            return self.total_steps
+        steps = num_lists * self.num_epochs // self.batch_size
+        if steps < 1:
+            raise UserError(f"{num_lists} training lists make no batch of {self.batch_size}: lower trainer.batch_size")
+        return steps
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """`status` is `finished`, or `interrupted` when a signal ended the run early; `model` has the trained weights."""
+
+    status: Literal["finished", "interrupted"]
+    step: int
+    model: Any
+    checkpoint: Path
+    metrics: Path
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is saved with a run besides its state.
+
+    `identity` decides data order and numerics: a checkpoint with another one is refused. `meta` is any JSON;
+    `write_files` writes template and tokenizer.
+    """
+
+    identity: Mapping[str, Any]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    write_files: Callable[[Path], None] | None = None
+
+
+@dataclass
+class _Pending:
+    step: int
+    metrics: Metrics
+    batch: HostBatch
+
+
+class Trainer:
+    """Trains `model` on `batches`, writing into `folder`.
+
+    Every `full_every`-th step minimises `loss_fn`, the steps between `between`'s, where given.
+
+    `model`'s parameters are consumed (donated to the first step). SIGTERM and SIGINT end the run after
+    the current step with a checkpoint; a second SIGINT stops at once.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nnx.Module,
+        batches: Batches,
+        loss_fn: LossFn,
+        *,
+        total_steps: int,
+        optimizer: OptimizerSettings,
+        settings: TrainerSettings,
+        record: RunRecord,
+        checkpoints: CheckpointSettings | None = None,
+        tracker: TrackerSettings | None = None,
+        share_fn: ShareFn | None = None,
+        full_every: int = 1,
+        between: tuple[LossFn, ShareFn | None] | None = None,
+        validate: Validate | None = None,
+    ):
+        self.folder, self.batches, self.total_steps = Path(folder), batches, total_steps
+        self.settings, self.record, self.validate = settings, record, validate
+        self._checkpoint_settings = checkpoints or CheckpointSettings()
+        self._tracker_settings = tracker or TrackerSettings()
+        self._graphdef, params = split_model(model)
+        self._num_parameters = count_parameters(params)
+        rule, schedule = make_optimizer(optimizer, params, total_steps)
+        mask = trainable_mask(params, optimizer)
+
+        def step_fn(loss_fn: LossFn, share_fn: ShareFn | None) -> Step:
+            options = {"accumulation": settings.accumulation, "share_fn": share_fn}
+            return make_train_step(self._graphdef, loss_fn, rule, schedule, mask, **options)
+
+        self._full_every = full_every
+        self._full_step = step_fn(loss_fn, share_fn)
+        self._step_between = self._full_step if between is None else step_fn(*between)
+        self._state = create_state(params, rule)
+        self._stop: int | None = None
+        self._pending: _Pending | None = None
+        self._seen = self._without_positive = 0
+        self._last = self._pace = 0.0
+
+    def run(self) -> TrainResult:
+        """Trains to the end, or to a signal. Raises `UserError` for a loss that is not finite or unusable data."""
+        self._checkpoints = Checkpoints(self.folder / FOLDER, self._checkpoint_settings)
+        resumed = self._restore()
+        self._trackers = make_trackers(
+            self._tracker_settings,
+            self.folder,
+            self.record.meta,
+            total_steps=self.total_steps,
+            resume_step=resumed,
+            display_every=self.settings.log_every,
+        )
+        try:
+            with self._signals():
+                step = self._loop(resumed or 0)
+            self._checkpoints.wait()
+        finally:
+            self._trackers.close()
+            self._checkpoints.close()
+        if self._stop is not None:
+            print(f"stopped at step {step} of {self.total_steps}; resumable: run the same command again")
+        return TrainResult(
+            "finished" if self._stop is None else "interrupted",
+            step,
+            self._model(self._state),
+            self._checkpoints.path(step),
+            self.folder / METRICS_FILE,
+        )
+
+    def _restore(self) -> int | None:
+        latest = self._checkpoints.latest
+        if latest is None:
+            return None
+        if not self.settings.resume:
+            raise UserError(f"{self.folder} holds a run already (step {latest}): choose another output_dir, or resume")
+        saved = self._checkpoints.restore_json("meta", latest).get("identity", {})
+        wanted = json.loads(json.dumps(self.record.identity))
+        changed = [k for k in sorted(saved.keys() | wanted.keys()) if saved.get(k) != wanted.get(k)]
+        if changed:
+            shown = "; ".join(f"{k}: {_short(saved.get(k))} -> {_short(wanted.get(k))}" for k in changed)
+            raise UserError(
+                f"{self.folder} holds a run with another configuration ({shown}): choose another output_dir"
+            )
+        like = jax.eval_shape(lambda: self._state)
+        like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s.sharding), like, self._state)
+        self._state, data = self._checkpoints.restore(like, latest)
+        self.batches.set_state(data["iterator"])
+        self._seen, self._without_positive = data["seen"], data["without_positive"]
+        return latest
+
+    def _loop(self, step: int) -> int:
+        settings, every = self.settings, self._checkpoint_settings.every_steps
+        self._last = time.perf_counter()
+        while step < self.total_steps and self._stop is None:
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                log.warning("the data ended at step %d of %d", step, self.total_steps)
+                break
+            self._count(batch)
+            step_fn = self._step_between if step % self._full_every else self._full_step
+            self._state, metrics = step_fn(self._state, jax.device_put(batch.data))
+            step += 1
+            self._flush()
+            self._pending = _Pending(step, metrics, batch)
+            done = step == self.total_steps
+            if self.validate is not None and settings.validate_every and (done or step % settings.validate_every == 0):
+                self._flush()
+                self._save(step, self._validation(step))
+            elif done or (every and step % every == 0):
+                self._flush()
+                self._save(step)
+        self._flush()
+        self._save(step)
+        return step
+
+    def _flush(self) -> None:
+        """Logs the step before: fetching its numbers then costs no time, the next step already runs."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        metrics = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self._pace = seconds if self._pace == 0.0 else 0.9 * self._pace + 0.1 * seconds
+        finite = metrics.pop("finite")
+        batch = pending.batch
+        values: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
+        values |= {
+            "train/seconds_per_step": seconds,
+            "train/tokens_per_second": batch.tokens / seconds,
+            "train/eta_s": self._pace * (self.total_steps - pending.step),
+            "train/padding_share": batch.padding_share,
+            "train/truncated_share": batch.truncated_share,
+            "query_ids": list(batch.query_ids),
+        }
+        if (peak := _peak_flops()) is not None:
+            values["train/mfu"] = 6 * self._num_parameters * batch.tokens / seconds / peak
+        self._trackers.log(pending.step, values)
+        if not finite:
+            self._not_finite(pending, metrics)
+
+    def _not_finite(self, pending: _Pending, metrics: Mapping[str, float]) -> None:
+        what = "loss" if not math.isfinite(metrics["loss"]) else "gradient norm"
+        file = self.folder / f"not_finite_step_{pending.step}.json"
+        record = {"step": pending.step, "query_ids": pending.batch.query_ids, **{k: str(v) for k, v in metrics.items()}}
+        file.write_text(json.dumps(record, indent=1))
+        skipped = int(self._state.skipped)
+        if self.settings.on_nonfinite == "skip" and skipped <= self.settings.max_skipped:
+            log.warning(
+                "step %d: %s is not finite, update skipped (%d so far); see %s", pending.step, what, skipped, file
+            )
+            return
+        advice = "lower optimizer.schedule.peak, check these lists, or set trainer.on_nonfinite=skip"
+        if self.settings.on_nonfinite == "skip":
+            advice = f"more than trainer.max_skipped={self.settings.max_skipped} updates were skipped"
+        raise UserError(f"step {pending.step}: the {what} is not finite (query ids in {file}): {advice}")
+
+    def _count(self, batch: HostBatch) -> None:
+        self._seen += len(batch.query_ids)
+        self._without_positive += batch.without_positive
+        share = self._without_positive / self._seen
+        if self._seen >= 100 and share > self.settings.max_share_without_positive:
+            raise UserError(
+                f"{self._without_positive} of {self._seen} training lists have no positive document, more than "
+                f"trainer.max_share_without_positive={self.settings.max_share_without_positive}: check the qrels"
+            )
+
+    def _validation(self, step: int) -> dict[str, float]:
+        assert self.validate is not None
+        found = {f"validation/{k}": float(v) for k, v in self.validate(self._model(self._state), step).items()}
+        self._trackers.log(step, found)
+        self._last = time.perf_counter()
+        return found
+
+    def _save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        data = {
+            "iterator": self.batches.get_state(),
+            "seen": self._seen,
+            "without_positive": self._without_positive,
+        }
+        meta = {**self.record.meta, "identity": dict(self.record.identity), "step": step}
+        self._checkpoints.save(self._state, data=data, meta=meta, write_files=self.record.write_files, metrics=metrics)
+        self._last = time.perf_counter()
+
+    def _model(self, state: TrainState) -> Any:
+        return nnx.merge(self._graphdef, state.params)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """While training, SIGTERM and the first SIGINT only ask to stop."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ask(number: int, _: Any) -> None:
+            if self._stop is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._stop = number
+
+        previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _peak_flops() -> float | None:
+    kind = jax.devices()[0].device_kind
+    peaks = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
+    return peaks[0] * jax.device_count() if peaks else None
