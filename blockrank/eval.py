@@ -1,0 +1,147 @@
+"""`python -m blockrank.eval`: re-rank a collection's candidates and measure the result.
+
+    python -m blockrank.eval data=beir_folder data.path=scifact candidates=bm25.trec checkpoint=runs/train depth=100
+    python -m blockrank.eval data=beir_folder data.path=scifact model=smollm2
+    python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart
+
+Below `output_dir`/evaluation each row has a folder with the TREC run, `results.json`, `per_query.jsonl` and `table.md`;
+`table.md` beside them holds all rows. The same command continues a killed evaluation. Exits with status 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from blockrank.config import entry, to_plain
+from blockrank.data.collection import Collection, CollectionConfig
+from blockrank.errors import UserError
+from blockrank.evaluation.held_out import HeldOut
+from blockrank.evaluation.metrics import official_measures
+from blockrank.prompts.encode import PromptLimits
+from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.attention import AttentionRanker, AttentionSettings
+from blockrank.rankers.first_stage import FirstStageRanker
+from blockrank.sources import Source, make_ranker, open_source
+from blockrank.training.initial import ModelConfig
+from blockrank.training.recipe import HeldOutConfig
+
+FIRST_STAGE = "first stage"
+
+
+@dataclass(frozen=True)
+class TrainingSections:
+    """What an experiment says of training: `+exp=...` composes it here too, and evaluation has no use for it."""
+
+    mesh: dict[str, Any] | None = None
+    tracker: dict[str, Any] | None = None
+    dry_run: bool = False
+    lists: dict[str, Any] | None = None
+    loss: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
+    trainer: dict[str, Any] | None = None
+    checkpoints: dict[str, Any] | None = None
+    validation: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(TrainingSections):
+    """`configs/eval.yaml`.
+
+    `checkpoint` goes before `model`. A key about lists that is null takes the value of the experiment's `test`, else a
+    default.
+    """
+
+    output_dir: Path
+    name: str | None
+    seed: int
+    data: CollectionConfig | None = None
+    checkpoint: str | None
+    model: ModelConfig | None = None
+    dtype: Literal["float32", "bfloat16"]
+    preset: str | None
+    prompt: dict[str, Any] | None = None
+    ranker: AttentionSettings | None = None
+    limits: PromptLimits | None
+    split: str | None
+    candidates: str | None
+    depth: int | None
+    with_positives: bool | None
+    max_queries: int | None
+    measures: tuple[str, ...] | None
+    batch_size: int | None
+    tail: Literal["drop", "keep"] | None
+    missing: Literal["zero", "skip"] | None
+    baseline: bool
+    overwrite: bool
+    test: HeldOutConfig | None = None
+
+    def held_out(self, collection: Collection) -> HeldOutConfig:
+        """The lists to measure on."""
+        base = self.test or HeldOutConfig(split="test", measures=official_measures(collection.name))
+        given = {f.name: value for f in fields(HeldOutConfig) if (value := getattr(self, f.name)) is not None}
+        return replace(base, **given)
+
+
+@entry("eval", EvalConfig)
+def main(config: EvalConfig) -> int:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    console = Console(soft_wrap=True, highlight=False)
+    evaluate_ranker(config, console)
+    return 0
+
+
+def evaluate_ranker(config: EvalConfig, console: Console) -> HeldOut:
+    """Measures the ranker, and with `baseline` the first stage, on the same lists; prints the table and the paths."""
+    if config.data is None:
+        raise UserError("data: which collection? Give data=beir_folder data.path=..., ir_datasets, icr, hf or pydocs")
+    if config.checkpoint is None and config.model is None:
+        raise UserError("give checkpoint=<training run or model folder> or model=<name in configs/model>")
+    collection = config.data.open()
+    settings = config.held_out(collection)
+    ranker = _ranker(config)
+    held_out = HeldOut(collection, settings, config.output_dir / "evaluation", config.seed)
+    lists = {"data": to_plain(config.data), "lists": to_plain(settings)}
+    shared = {"overwrite": config.overwrite, "config": to_plain(config)}
+    if config.baseline:
+        held_out.measure(FIRST_STAGE, FirstStageRanker("first_stage"), lists, **shared)
+    identity = {
+        **lists,
+        "checkpoint": config.checkpoint,
+        "model": None if config.checkpoint else to_plain(config.model),
+        "dtype": config.dtype,
+        "prompt": ranker.encoder.fingerprint,
+        "ranker": to_plain(ranker.settings),
+    }
+    row = config.name or ranker.name
+    held_out.measure(row, ranker, identity, **shared)
+    text = held_out.write_table(held_out.folder / "table.md", FIRST_STAGE)
+    console.print(text, markup=False)
+    for name, path in held_out.runs.items():
+        console.print(f"run ({name}): {path}", markup=False)
+    return held_out
+
+
+def _ranker(config: EvalConfig) -> AttentionRanker:
+    if config.checkpoint is not None:
+        source = open_source(config.checkpoint, dtype=jnp.dtype(config.dtype))
+    else:
+        assert config.model is not None
+        source = Source(config.model.load(config.seed), config.model.load_tokenizer())
+    return make_ranker(
+        source,
+        template=None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),
+        preset=config.preset,
+        settings=None if config.ranker is None else to_plain(config.ranker),
+        limits=None if config.limits is None else to_plain(config.limits),
+        name=config.name or "attention",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A ranker from any model: a training run, a Hugging Face folder, a GGUF file, or the embedded SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from blockrank.config import build
+from blockrank.errors import UserError
+from blockrank.models.decoder import Decoder
+from blockrank.models.loading import load_decoder
+from blockrank.prompts.encode import PromptEncoder, PromptLimits
+from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
+from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
+from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
+from blockrank.training.checkpoint import load_checkpoint_model
+from blockrank.training.initial import model_path
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with what is known of how it is to be prompted and read."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    template: PromptTemplate | None = None
+    settings: AttentionSettings | None = None
+    limits: PromptLimits | None = None
+
+
+def open_source(path_or_name: str | Path, *, dtype: jnp.dtype = jnp.float32) -> Source:
+    """The model at `path_or_name`, with weights and activations in `dtype`.
+
+    A training run's (or one of its steps') prompt, readout settings and limits come along; other sources know none.
+    Raises `UserError` when there is nothing to load.
+    """
+    path = model_path(str(path_or_name))
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        model = load_decoder(path, dtype=dtype, param_dtype=dtype)
+        saved = path / TEMPLATE_FILE
+        return Source(model, load_tokenizer(path), PromptTemplate.from_yaml(saved) if saved.is_file() else None)
+    found = load_checkpoint_model(path, dtype=dtype, param_dtype=dtype)
+    settings, limits = (found.meta["config"][key] for key in ("ranker", "limits"))
+    return Source(
+        found.model,
+        found.tokenizer,
+        found.template,
+        build(AttentionSettings, settings, "ranker"),
+        build(PromptLimits, limits, "limits"),
+    )
+
+
+def make_ranker(
+    source: Source,
+    *,
+    template: PromptTemplate | None = None,
+    preset: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    name: str = "attention",
+) -> AttentionRanker:
+    """An attention ranker over a source.
+
+    A field of `settings` or `limits` that is not given comes from `preset` if one is named, else from the source, else
+    from the `paper` preset; so does the template.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise UserError(f"preset={preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+    read = source.settings or AttentionSettings(**PRESETS["paper"])
+    read = replace(read, **{**(PRESETS[preset] if preset else {}), **(settings or {})})
+    limit = replace(source.limits or PromptLimits(), **(limits or {}))
+    template = template or source.template or PromptTemplate.from_yaml("release" if preset == "release" else "paper")
+    return AttentionRanker(source.model, PromptEncoder(template, source.tokenizer, limit), read, name)

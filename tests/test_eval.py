@@ -1,0 +1,109 @@
+"""`python -m blockrank.eval` on a small folder: run, metrics, table, resumption, and the errors a user can cause."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from blockrank import eval as evaluation
+from blockrank.config import build, compose
+from blockrank.errors import UserError
+from blockrank.eval import EvalConfig, evaluate_ranker
+from blockrank.evaluation.held_out import HeldOut
+
+
+@pytest.fixture
+def collection(tmp_path: Path) -> Path:
+    folder = tmp_path / "animals"
+    (folder / "qrels").mkdir(parents=True)
+    documents = {"d1": "cats purr", "d2": "dogs bark", "d3": "cows moo", "d4": "ducks quack"}
+    lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in documents.items()]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    queries = {"q1": "who purrs", "q2": "who barks", "q3": "who sings"}
+    lines = [json.dumps({"_id": key, "text": text}) for key, text in queries.items()]
+    (folder / "queries.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t1\nq3\td4\t1\n")
+    run = [f"{q} Q0 d{d} {d} {5 - d} bm25" for q in ("q1", "q2") for d in (1, 2, 3)]
+    (folder / "run.trec").write_text("\n".join(run) + "\n")
+    return folder
+
+
+def evaluate(collection: Path, output: Path, *overrides: str) -> tuple[HeldOut, str]:
+    config = compose(
+        "eval",
+        [
+            "data=beir_folder",
+            f"data.path={collection}",
+            f"candidates={collection / 'run.trec'}",
+            f"output_dir={output}",
+            "model=tiny",
+            "measures=[P@1,nDCG@10]",
+            *overrides,
+        ],
+    )
+    text = io.StringIO()
+    held_out = evaluate_ranker(build(EvalConfig, config), Console(file=text, width=200))
+    return held_out, text.getvalue()
+
+
+def test_the_first_stage_row_is_exact_and_missing_queries_count_zero(collection: Path, tmp_path: Path):
+    held_out, text = evaluate(collection, tmp_path / "out")
+    assert "first stage" in text
+    results = json.loads((tmp_path / "out/evaluation/first_stage/results.json").read_text())
+    assert results["metrics"]["means"]["P@1"] == pytest.approx(1 / 3)
+    assert results["metrics"]["means"]["nDCG@10"] == pytest.approx((1 + 0.6309297535714575) / 3)
+    assert results["metrics"]["counts"]["missing"] == 1
+    run = held_out.runs["attention"].read_text().split("\n")
+    assert sum(line.startswith("q1 ") for line in run) == 3
+
+
+def test_a_killed_evaluation_continues(collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, _ = evaluate(collection, tmp_path / "whole", "batch_size=1")
+    score, calls = evaluation.AttentionRanker.score, []
+
+    def killed(self, lists):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(len(lists))
+        return score(self, lists)
+
+    monkeypatch.setattr(evaluation.AttentionRanker, "score", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(collection, tmp_path / "killed", "batch_size=1")
+    seen = []
+    monkeypatch.setattr(evaluation.AttentionRanker, "score", lambda self, lists: seen.append(1) or score(self, lists))
+    resumed, _ = evaluate(collection, tmp_path / "killed", "batch_size=1")
+    assert len(seen) == 1
+    assert resumed.runs["attention"].read_text() == whole.runs["attention"].read_text()
+
+
+def test_other_scores_are_not_mixed_in(collection: Path, tmp_path: Path):
+    evaluate(collection, tmp_path / "out")
+    with pytest.raises(UserError, match="overwrite"):
+        evaluate(collection, tmp_path / "out", "ranker=attention", "ranker.score_layer=1")
+    evaluate(collection, tmp_path / "out", "ranker=attention", "ranker.score_layer=1", "overwrite=true")
+
+
+def test_what_is_missing_is_told(collection: Path, tmp_path: Path):
+    def run(*overrides: str) -> None:
+        evaluate_ranker(build(EvalConfig, compose("eval", overrides)), Console(file=io.StringIO()))
+
+    with pytest.raises(UserError, match="data"):
+        run("model=tiny")
+    with pytest.raises(UserError, match="checkpoint"):
+        run("data=beir_folder", f"data.path={collection}")
+    with pytest.raises(UserError, match="no such"):
+        run("data=beir_folder", f"data.path={collection}", f"checkpoint={tmp_path / 'nothing'}")
+
+
+def test_every_experiment_composes_with_a_checkpoint(tmp_path: Path):
+    config = build(EvalConfig, compose("eval", ["+exp=quickstart", f"checkpoint={tmp_path}"]))
+    assert config.test is not None
+    assert config.ranker is not None
+    assert config.ranker.score_layer == 14
+    for name in ("msmarco", "nq"):
+        build(EvalConfig, compose("eval", [f"+exp={name}", f"checkpoint={tmp_path}"]))
