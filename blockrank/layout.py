@@ -177,8 +177,8 @@ class TokenLayout:
         """Lay out token blocks that need no template: each list is `[prefix, document, ..., suffix]`.
 
         `signals` index the suffix like a Python list (negative from its end). The suffix's last `answer_length` tokens
-        are the labels. Blocks longer than `max_block_length` keep their first tokens, except the suffix, whose last
-        tokens carry the signals: that is an error. Rows are as long as the longest document unless `row_length` says.
+        are the labels. Blocks longer than `max_block_length` keep their first tokens, except the suffix: its last tokens
+        carry the signals, so it stays whole. Rows are as long as the longest document unless `row_length` says.
         """
         segments = [_segments_of(blocks, signals, answer_length, max_block_length, i) for i, blocks in enumerate(batch)]
         longest = max((len(d) for s in segments for d in s.documents), default=1)
@@ -266,8 +266,6 @@ def _segments_of(
     if len(blocks) < 2:
         raise UserError(f"list {index} has {len(blocks)} blocks; at least a prefix and a suffix are needed")
     *cut, suffix = (np.asarray(block, np.int32) for block in blocks)
-    if limit is not None and len(suffix) > limit:
-        raise UserError(f"list {index}: suffix of {len(suffix)} tokens is longer than max_block_length={limit}")
     if answer_length >= len(suffix):
         raise UserError(
             f"list {index}: answer_length={answer_length} leaves nothing of a suffix of {len(suffix)} tokens"

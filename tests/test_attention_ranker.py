@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import tiny_config, tiny_decoder
+from strategies import model_jit, tiny_config, tiny_decoder
 
 from blockrank.attention.visibility import BLOCKRANK
 from blockrank.errors import UserError
@@ -242,6 +242,19 @@ def test_a_truncated_model_may_be_given() -> None:
     assert_same_scores(scored(given_cut, candidates)[0].scores, scored(ranker(), candidates)[0].scores)
 
 
+def test_another_model_scores_without_compiling_anew() -> None:
+    candidates = listed(*passages(3))
+    other = tiny_decoder(tiny_config(2, vocabulary=tokenizer().vocab_size), seed=1)
+    switched = AttentionRanker(decoder(), encoder(), SETTINGS)
+    (before,) = scored(switched, candidates)
+    switched.set_model(other)
+    (after,) = scored(switched, candidates)
+    assert switched.compilations == 1
+    assert np.abs(after.scores - before.scores).max() > 0.01
+    (fresh,) = scored(AttentionRanker(other, encoder(), SETTINGS), candidates)
+    assert_same_scores(after.scores, fresh.scores)
+
+
 def test_a_truncated_document_still_scores_and_is_flagged() -> None:
     texts = passages(3)
     long = " ".join(WORDS * 40)
@@ -267,7 +280,8 @@ def test_parts_of_a_split_document_add_up() -> None:
     assert segments.document_index.count(1) >= 3
     layout = SETTINGS.lay_out([segments])
     options = {"visibility": BLOCKRANK, "aggregation": "sum"}
-    masses = np.asarray(attention_scores(decoder(), layout, 1, **options))[0]
+    score = model_jit(lambda model, where: attention_scores(model, where, 1, **options))
+    masses = np.asarray(score(decoder(), layout))[0]
     expected = np.zeros(4)
     for index, mass in zip(segments.document_index, masses, strict=False):
         expected[index] += mass
@@ -300,7 +314,7 @@ def test_one_program_per_bucket() -> None:
     rng = np.random.default_rng(0)
     lists = []
     for length in range(50):
-        count = int(rng.integers(1, 5))
+        count = int(rng.integers(1, 4))
         lists.append(listed(*passages(count, seed=length), query=" ".join(rng.choice(WORDS, 1 + length % 25))))
     buckets = {fresh.settings.lay_out([fresh.encoder.encode(candidates)]).shape for candidates in lists}
     exact = {fresh.settings.lay_out([fresh.encoder.encode(candidates)], bucket=False).shape for candidates in lists}

@@ -230,19 +230,19 @@ def test_plain_text_is_all_prefix() -> None:
 
 
 def test_blocks_keep_their_first_tokens() -> None:
-    blocks = [list(range(1, 8)), [11, 12, 13, 14, 15, 16], [21, 22], [31, 32, 33, 34]]
+    blocks = [list(range(1, 8)), [11, 12, 13, 14, 15, 16], [21, 22], [30, 31, 32, 33, 34]]
     layout = TokenLayout.from_blocks([blocks], max_block_length=4, answer_length=1, signals=(-3, -2))
     assert [block.tolist() for block in layout.unpack()[0]] == [
         [1, 2, 3, 4],
         [11, 12, 13, 14],
         [21, 22],
-        [31, 32, 33, 34],
+        [30, 31, 32, 33, 34],
     ]
-    assert layout.signals.tolist() == [[1, 2]]
-    assert layout.labels.tolist() == [[3]]
+    assert layout.signals.tolist() == [[2, 3]]
+    assert layout.labels.tolist() == [[4]]
     assert layout.shape.row_length == 4
     suffix = layout.segment_ids[0] == SUFFIX
-    assert layout.positions[0][suffix].tolist() == [16384, 16385, 16386, 16387]
+    assert layout.positions[0][suffix].tolist() == [16384, 16385, 16386, 16387, 16388]
 
 
 def test_blocks_without_documents_and_with_an_empty_one() -> None:
@@ -290,11 +290,6 @@ def test_no_prompts_are_refused() -> None:
     ("blocks", "options", "message"),
     [
         ([[1, 2]], {}, r"list 0 has 1 blocks; at least a prefix and a suffix"),
-        (
-            [[1], [2], [3, 4, 5]],
-            {"max_block_length": 2},
-            r"list 0: suffix of 3 tokens is longer than max_block_length=2",
-        ),
         ([[1], [2], [3, 4]], {"answer_length": 2}, r"answer_length=2 leaves nothing of a suffix of 2 tokens"),
         ([[1], [2], [3]], {}, r"signals \(-2, -1\) lie outside a suffix of 1 tokens"),
     ],

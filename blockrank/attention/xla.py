@@ -83,11 +83,11 @@ def _attend(
     """
     *batch, t, kv_heads, groups, head_dim = q.shape
     precision = matmul_precision(q.dtype)
-    stacked = jnp.einsum("...tkgh->...kgth", q * scale).reshape(*batch, kv_heads, groups * t, head_dim)
+    stacked = jnp.einsum("...tkgh->...kgth", q).reshape(*batch, kv_heads, groups * t, head_dim)
     k, v = jnp.einsum("...skh->...ksh", keys.k), jnp.einsum("...skh->...ksh", keys.v)
     logits = jnp.einsum("...th,...sh->...ts", stacked, k, precision=precision, preferred_element_type=jnp.float32)
     mask = visibility.allowed(tokens, keys.tokens, window)[..., None, None, :, :]
-    weights = masked_softmax(logits.reshape(*batch, kv_heads, groups, t, k.shape[-2]), mask).astype(q.dtype)
+    weights = masked_softmax(scale * logits.reshape(*batch, kv_heads, groups, t, k.shape[-2]), mask).astype(q.dtype)
     out = jnp.einsum("...ts,...sh->...th", weights.reshape(logits.shape), v, precision=precision)
     return jnp.einsum("...kgth->...tkgh", out.reshape(*batch, kv_heads, groups, t, head_dim))
 
