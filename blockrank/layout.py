@@ -177,8 +177,8 @@ class TokenLayout:
         """Lay out token blocks that need no template: each list is `[prefix, document, ..., suffix]`.
 
         `signals` index the suffix like a Python list (negative from its end). The suffix's last `answer_length` tokens
-        are the labels. Blocks longer than `max_block_length` keep their first tokens, except the suffix: its last tokens
-        carry the signals, so it stays whole. Rows are as long as the longest document unless `row_length` says.
+        are the labels. Blocks longer than `max_block_length` keep their first tokens, except the suffix: its last
+        tokens carry the signals, so it stays whole. Rows are as long as the longest document unless `row_length` says.
         """
         segments = [_segments_of(blocks, signals, answer_length, max_block_length, i) for i, blocks in enumerate(batch)]
         longest = max((len(d) for s in segments for d in s.documents), default=1)
