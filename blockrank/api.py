@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,7 +19,7 @@ from blockrank.sources import make_ranker, open_source
 from blockrank.types import CandidateList, Document, ListScores, Query, Ranker
 
 DocumentLike: TypeAlias = str | Document | Mapping[str, Any]
-"""A text, a `Document`, or a mapping with `text` and optionally `title` (other keys are left alone)."""
+"""A text, a `Document`, or a mapping with `text`, `title` or both (null is empty; other keys are left alone)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ class Reranker:
     ) -> RankedResults:
         """The documents of one list, best first; ties keep input order and documents without text come last.
 
-        `doc_ids` default to places in the input. `top_k` of None, or beyond the list, returns all.
+        `doc_ids` default to the ids of `Document`s and, for others, to places in the input.
+        `top_k` of None, or beyond the list, returns all.
         """
         ids, extra = None if doc_ids is None else [doc_ids], None if metadata is None else [metadata]
         return self.rank_batch([query], [docs], ids, extra, top_k)[0]
@@ -136,8 +137,9 @@ class Reranker:
         top_k: int | None = None,
     ) -> list[RankedResults]:
         """`rank` for several lists, which may differ in length, run together."""
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 0):
             raise UserError(f"top_k={top_k!r} must be None or a number from 0 on")
+        docs = [_as_list(documents) for documents in docs]
         if len(queries) != len(docs):
             raise UserError(f"{len(queries)} queries for {len(docs)} lists of documents")
         for name, values in (("doc_ids", doc_ids), ("metadata", metadata)):
@@ -154,7 +156,7 @@ class Reranker:
 
     def score(self, query: str, docs: Sequence[DocumentLike]) -> np.ndarray:
         """Scores in input order, float32 [N]; higher is better."""
-        candidates = _candidate_list(query, docs, None)
+        candidates = _candidate_list(query, _as_list(docs), None)
         return check_scores(self.ranker.name, candidates, self._score([candidates])[0])
 
     def _score(self, lists: list[CandidateList]) -> list[ListScores]:
@@ -194,12 +196,17 @@ class Reranker:
         )
 
 
+def _as_list(docs: Iterable[DocumentLike]) -> list[DocumentLike]:
+    if isinstance(docs, str | bytes | Mapping) or not isinstance(docs, Iterable):
+        raise UserError(f"docs must be a list of documents, not {docs!r:.80}")
+    return list(docs)
+
+
 def _candidate_list(query: str, docs: Sequence[DocumentLike], doc_ids: Sequence[str | int] | None) -> CandidateList:
     if not isinstance(query, str) or not query.strip():
         raise UserError(f"query {query!r} is empty or no text")
-    if isinstance(docs, str | Mapping):
-        raise UserError("docs must be a list of documents, not one document")
-    ids = range(len(docs)) if doc_ids is None else doc_ids
+    own = [doc.id if isinstance(doc, Document) else str(i) for i, doc in enumerate(docs)]
+    ids = own if doc_ids is None else doc_ids
     documents = tuple(_document(doc, str(doc_id), i) for i, (doc, doc_id) in enumerate(zip(docs, ids, strict=True)))
     return CandidateList(Query("", query), documents)
 
@@ -208,9 +215,11 @@ def _document(doc: DocumentLike, doc_id: str, index: int) -> Document:
     if isinstance(doc, str):
         return Document(doc_id, doc)
     if isinstance(doc, Document):
-        return Document(doc_id, doc.text, doc.title)
-    if isinstance(doc, Mapping) and isinstance(doc.get("text"), str):
-        title = doc.get("title")
-        if title is None or isinstance(title, str):
-            return Document(doc_id, doc["text"], title or "")
+        title, text = doc.title, doc.text
+    elif isinstance(doc, Mapping) and ("text" in doc or "title" in doc):
+        title, text = doc.get("title"), doc.get("text")
+    else:
+        title = text = 0
+    if (text is None or isinstance(text, str)) and (title is None or isinstance(title, str)):
+        return Document(doc_id, text or "", title or "")
     raise UserError(f"docs[{index}] is neither a text nor a mapping with `text` (and `title`): {doc!r:.80}")

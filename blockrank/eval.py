@@ -21,17 +21,15 @@ from rich.console import Console
 from blockrank.config import entry, to_plain
 from blockrank.data.collection import Collection, CollectionConfig
 from blockrank.errors import UserError
-from blockrank.evaluation.held_out import HeldOut
+from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.evaluation.metrics import official_measures
+from blockrank.models.loading import weights_fingerprint
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker, AttentionSettings
-from blockrank.rankers.first_stage import FirstStageRanker
 from blockrank.sources import Source, make_ranker, open_source
 from blockrank.training.initial import ModelConfig
 from blockrank.training.recipe import HeldOutConfig
-
-FIRST_STAGE = "first stage"
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,11 @@ def evaluate_ranker(config: EvalConfig, console: Console) -> HeldOut:
     lists = {"data": to_plain(config.data), "lists": to_plain(settings)}
     shared = {"overwrite": config.overwrite, "config": to_plain(config)}
     if config.baseline:
-        held_out.measure(FIRST_STAGE, FirstStageRanker("first_stage"), lists, **shared)
+        held_out.measure_first_stage(lists, **shared)
     identity = {
         **lists,
-        "checkpoint": config.checkpoint,
-        "model": None if config.checkpoint else to_plain(config.model),
-        "dtype": config.dtype,
+        "weights": weights_fingerprint(ranker.model),
+        "dtype": str(jnp.dtype(ranker.model.dtype)),
         "prompt": ranker.encoder.fingerprint,
         "ranker": to_plain(ranker.settings),
     }

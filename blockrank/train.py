@@ -27,13 +27,12 @@ from blockrank.data.sampling import TrainingLists
 from blockrank.errors import UserError
 from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.files import git_commit, versions
-from blockrank.evaluation.held_out import HeldOut
+from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.layout import LayoutShape
 from blockrank.models.decoder import Decoder
 from blockrank.prompts.encode import PromptEncoder
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker
-from blockrank.rankers.first_stage import FirstStageRanker
 from blockrank.retrieval.lists import ListsConfig, open_lists, select_queries
 from blockrank.training.batches import BatchEncoder
 from blockrank.training.curves import plot_curves
@@ -100,7 +99,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         None if config.test is None else HeldOut(collection, config.test, config.output_dir / "evaluation", config.seed)
     )
     if held_out is not None:
-        held_out.measure("first stage", FirstStageRanker("first_stage"), {"lists": to_plain(config.test)})
+        held_out.measure_first_stage({"lists": to_plain(config.test)})
         held_out.measure("untrained", ranker, _scores_identity(config, encoder, 0))
     objective = config.objective(layer)
     attention_only = replace(objective, ntp_weight=0.0) if config.loss.ntp_every > 1 else objective
@@ -125,7 +124,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     if held_out is not None and result.status == "finished":
         ranker.set_model(result.model)
         held_out.measure("trained", ranker, _scores_identity(config, encoder, result.step))
-        console.print(held_out.write_table(config.output_dir / "table.md", "untrained"), markup=False)
+        console.print(held_out.write_table(config.output_dir / "table.md", FIRST_STAGE), markup=False)
     shown = {"checkpoint": result.checkpoint, "metrics": result.metrics, "curves": plot}
     if held_out is not None and result.status == "finished":
         shown |= {f"run ({name})": path for name, path in held_out.runs.items()}

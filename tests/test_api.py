@@ -44,6 +44,18 @@ def test_results_are_ordered_and_keep_what_the_caller_knows():
     assert results.confidence == pytest.approx(4 / 7)
 
 
+def test_null_is_empty_and_documents_keep_their_ids():
+    docs = (doc for doc in [{"text": None, "title": "tt"}, Document("d7", "abc"), {"title": "only"}])
+    results = Reranker(LengthRanker()).rank("q", docs, top_k=np.int64(3))
+    assert [(r.doc_id, r.score) for r in results] == [("d7", 3.0), ("0", 0.0), ("2", 0.0)]
+
+
+@pytest.mark.parametrize("docs", [None, 3, {"text": "one"}])
+def test_no_list_is_told(docs):
+    with pytest.raises(UserError, match="list of documents"):
+        Reranker(LengthRanker()).rank("q", docs)
+
+
 @pytest.mark.parametrize(("top_k", "expected"), [(None, 3), (0, 0), (2, 2), (10, 3)])
 def test_top_k(top_k, expected):
     assert len(Reranker(LengthRanker()).rank("q", ["a", "b", "c"], top_k=top_k)) == expected
@@ -70,7 +82,7 @@ def test_an_empty_list_needs_no_model_call():
     ("docs", "message"),
     [
         (["fine", None], r"docs\[1\]"),
-        ([{"title": "no text"}], r"docs\[0\]"),
+        ([{"body": "neither"}], r"docs\[0\]"),
         ([{"text": "a", "title": 3}], r"docs\[0\]"),
         ("one text", "list of documents"),
     ],

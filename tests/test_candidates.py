@@ -162,7 +162,7 @@ def test_first_stage_from_a_file_and_by_bm25(tmp_path: Path) -> None:
     assert list(first_stage(small, "test", None, 1)["q"]) == ["b"]
     path = tmp_path / "run.trec"
     path.write_text("q Q0 c 1 2.0 t\nq Q0 a 2 1.0 t\n")
-    assert first_stage(small, "test", path, 1) == {"q": {"c": 2.0}}
+    assert first_stage(small, "test", path, 1) == {"q": {"c": 2.0, "a": 1.0}}
     assert first_stage(small, "test", str(path), 2) == {"q": {"c": 2.0, "a": 1.0}}
     with pytest.raises(UserError, match="is no file, and none of bm25, scoreddocs, own"):
         first_stage(small, "test", "bm52")
@@ -207,3 +207,13 @@ def test_real_run(shared_data: Path) -> None:
     assert [len(c) for c in lists] == [100] * 43
     assert not lists.uninformative
     assert all(all(d.text for d in c.documents) for c in lists)
+
+
+def test_ties_at_the_cut_follow_the_one_rule(tmp_path: Path) -> None:
+    small = Small({"d1": "one", "d2": "two", "d3": "three"}, {"q": "words"})
+    path = tmp_path / "run.trec"
+    path.write_text("q Q0 d1 1 5 t\nq Q0 d3 2 5 t\nq Q0 d2 3 1 t\n")
+    for depth, expected in ((1, ["d3"]), (2, ["d3", "d1"]), (3, ["d3", "d1", "d2"])):
+        lists = candidate_lists(small, first_stage(small, "test", path, depth), "test", depth)
+        assert [document.id for document in lists[0].documents] == expected
+        assert not lists.uninformative

@@ -30,6 +30,9 @@ from blockrank.training.checkpoint import (
 from blockrank.training.optimizer import OptimizerSettings, make_optimizer
 from blockrank.training.state import TrainState, create_state, split_model
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""tensorstore reports a failed read once more to an event loop that Orbax has closed by then."""
+
 ADAMW = OptimizerSettings(name="adamw")
 
 

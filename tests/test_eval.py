@@ -88,6 +88,20 @@ def test_other_scores_are_not_mixed_in(collection: Path, tmp_path: Path):
     evaluate(collection, tmp_path / "out", "ranker=attention", "ranker.score_layer=1", "overwrite=true")
 
 
+def test_other_weights_are_not_mixed_in(collection: Path, tmp_path: Path):
+    evaluate(collection, tmp_path / "out")
+    with pytest.raises(UserError, match="overwrite"):
+        evaluate(collection, tmp_path / "out", "seed=1")
+
+
+def test_a_first_stage_without_scores_gets_no_row(collection: Path, tmp_path: Path):
+    run = collection / "run.trec"
+    run.write_text("".join(line.rsplit(" ", 2)[0] + " 0 bm25\n" for line in run.read_text().splitlines()))
+    held_out, text = evaluate(collection, tmp_path / "out")
+    assert list(held_out.runs) == ["attention"]
+    assert "first stage" not in text
+
+
 def test_what_is_missing_is_told(collection: Path, tmp_path: Path):
     def run(*overrides: str) -> None:
         evaluate_ranker(build(EvalConfig, compose("eval", overrides)), Console(file=io.StringIO()))

@@ -32,12 +32,14 @@ class CandidateLists(Sequence[CandidateList]):
         *,
         uninformative: bool = False,
         dropped: int = 0,
+        ignore_self: bool = False,
     ) -> None:
         self.documents = documents
         self.queries = tuple(queries)
         self.qrels = qrels
         self.uninformative = uninformative
         self.dropped = dropped
+        self.ignore_self = ignore_self
         self._run = run
 
     def ranking(self, index: int) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ class CandidateLists(Sequence[CandidateList]):
     def take(self, indices: Sequence[int]) -> CandidateLists:
         """The lists at `indices`, in that order."""
         chosen = [self.queries[index] for index in indices]
-        flags = {"uninformative": self.uninformative, "dropped": self.dropped}
+        flags = {"uninformative": self.uninformative, "dropped": self.dropped, "ignore_self": self.ignore_self}
         return CandidateLists(self.documents, chosen, self._run, self.qrels, **flags)
 
     def __len__(self) -> int:
@@ -114,7 +116,15 @@ def candidate_lists(
     if with_positives:
         step = 0.0 if uninformative else 1.0
         cut = {q: _with_positives(cut[q], qrels.get(q, {}), collection.documents, depth, step) for q in cut}
-    return CandidateLists(collection.documents, found, cut, qrels, uninformative=uninformative, dropped=dropped)
+    return CandidateLists(
+        collection.documents,
+        found,
+        cut,
+        qrels,
+        uninformative=uninformative,
+        dropped=dropped,
+        ignore_self=collection.ignore_self,
+    )
 
 
 def _equal_scores(run: Run) -> bool:

@@ -123,6 +123,7 @@ class TrainingLists:
         self, position: int, grades: dict[str, int], positive_texts: set[str], count: int, rng: np.random.Generator
     ) -> tuple[list[Document], Counter[str]]:
         documents = self.candidates.documents
+        itself = self.candidates.queries[position].id if self.candidates.ignore_self else None
         counts: Counter[str] = Counter()
         chosen: dict[str, Document] = {}
 
@@ -145,7 +146,7 @@ class TrainingLists:
                 if len(chosen) == count:
                     break
                 document = documents.pick(int(rng.integers(len(documents))))
-                if document.id not in chosen and grades.get(document.id, 0) <= 0:
+                if document.id not in chosen and document.id != itself and grades.get(document.id, 0) <= 0:
                     consider(document)
         counts["topped_up"] += len(chosen) - from_run
         counts["short"] += len(chosen) < count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -96,17 +97,15 @@ def write_run(path: str | Path, run: Run, tag: str, ties: Literal["document", "i
     """
     tied = 0
     lines: list[list[str]] = []
-    for query, ranking in run.items():
-        ordered = ranked(ranking) if ties == "input" else ranked(dict(sorted(ranking.items(), reverse=True)))
-        previous = math.inf
-        written = np.float32(np.inf)
-        for rank, (document, score) in enumerate(ordered, start=1):
+    for query, ranking in as_run(run).items():
+        ordered = ranked(ranking, ties)
+        for document, score in ordered:
             if not math.isfinite(score) or abs(score) > float(np.finfo(np.float32).max):
                 raise UserError(f"query {query!r}, document {document!r}: the score {score} cannot be written")
-            tied += score == previous
-            previous = score
-            written = min(np.float32(score), _below(written))
-            lines.append([query, "Q0", document, str(rank), f"{written:.9g}", tag])
+        tied += sum(a[1] == b[1] for a, b in itertools.pairwise(ordered))
+        written = strictly_decreasing(np.array([score for _, score in ordered], np.float32))
+        for rank, ((document, _), score) in enumerate(zip(ordered, written, strict=True), start=1):
+            lines.append([query, "Q0", document, str(rank), f"{score:.9g}", tag])
     separator = "\t" if any(" " in field for line in lines for field in line) else " "
     with atomic_write(Path(path)) as file:
         for line in lines:
@@ -152,11 +151,22 @@ def check_overlap(left: Iterable[str], right: Iterable[str], left_name: str, rig
         log.warning("%d of %d %s ids of %s are not in %s", len(ours) - shared, len(ours), what, left_name, right_name)
 
 
-def _below(score: np.float32) -> np.float32:
-    """The next lower float32, kept out of the denormal range that some readers flush to zero."""
-    if not np.isfinite(score):
-        return score
-    return min(np.nextafter(score, np.float32(-np.inf)), np.float32(score - np.float32(1e-30)))
+def strictly_decreasing(scores: np.ndarray) -> np.ndarray:
+    """float32 [n] finite scores in ranked order, each moved by the least that makes it smaller than the one before."""
+    values = np.asarray(scores, dtype=np.float32).copy()
+    for i in range(1, len(values)):
+        if values[i] >= values[i - 1]:
+            values[i] = _next_below(values[i - 1])
+    for i in range(len(values) - 2, -1, -1):
+        if values[i] > values[i + 1]:
+            break
+        values[i] = np.nextafter(values[i + 1], np.float32(np.inf))
+    return values
+
+
+def _next_below(value: np.float32) -> np.float32:
+    """The next smaller finite float32, at least 1e-30 away: readers may flush subnormal steps to 0."""
+    return min(np.nextafter(value, np.finfo(np.float32).min), np.float32(value - np.float32(1e-30)))
 
 
 def _is_header(fields: list[str]) -> bool:

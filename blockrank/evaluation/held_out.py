@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ from blockrank.evaluation.files import write_text
 from blockrank.evaluation.metrics import MetricsReport
 from blockrank.evaluation.records import EvaluationResult
 from blockrank.evaluation.tables import Table, metrics_table
+from blockrank.rankers.first_stage import FirstStageRanker
 from blockrank.retrieval.lists import open_lists, select_queries
 from blockrank.training.recipe import HeldOutConfig
 from blockrank.types import Ranker
+
+log = logging.getLogger(__name__)
+
+FIRST_STAGE = "first stage"
+"""The row of the first stage's own order."""
 
 
 class HeldOut:
@@ -58,6 +65,15 @@ class HeldOut:
         if result.files is not None:
             self.runs[row] = result.files.run
         return result
+
+    def measure_first_stage(self, identity: Mapping[str, Any], **options: Any) -> EvaluationResult | None:
+        """The row of the first stage; none, with a warning, where its scores say nothing of the order."""
+        if self.lists.uninformative:
+            log.warning("no row for the first stage: its scores are equal within every list, so it has no order")
+            return None
+        return self.measure(
+            FIRST_STAGE, FirstStageRanker("first_stage", allow_constant_scores=True), identity, **options
+        )
 
     def table(self, baseline: str | None = None) -> Table:
         """All rows so far; those above are compared with `baseline`, if it is among them."""

@@ -75,6 +75,9 @@ def parse_measure(name: str) -> ir_measures.Measure:
     try:
         measure = ir_measures.parse_measure(name)
         measure.validate_params()
+        least = [f"{key}={value}" for key, value in measure.params.items() if key in ("cutoff", "rel") and value < 1]
+        if least:
+            raise ValueError(f"{least[0]} is below 1")
         supported = any(p.is_available() and p.supports(measure) for p in ir_measures.DefaultPipeline.providers)
     except (ValueError, NameError, SyntaxError, AssertionError, KeyError, TypeError) as error:
         raise UserError(

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from blockrank.data.trec import strictly_decreasing
 from blockrank.errors import UserError
 from blockrank.evaluation.metrics import count_ties
 from blockrank.types import CandidateList, ListScores
@@ -94,21 +95,3 @@ def rerank(candidates: CandidateList, scores: np.ndarray, *, tail: Tail = "drop"
         {document.id: float(value) for document, value in zip(documents, values, strict=True)},
         count_ties(scores.tolist()),
     )
-
-
-def strictly_decreasing(scores: np.ndarray) -> np.ndarray:
-    """float32 [n] finite scores in ranked order, each moved by the least that makes it smaller than the one before."""
-    values = np.asarray(scores, dtype=np.float32).copy()
-    for i in range(1, len(values)):
-        if values[i] >= values[i - 1]:
-            values[i] = _next_below(values[i - 1])
-    for i in range(len(values) - 2, -1, -1):
-        if values[i] > values[i + 1]:
-            break
-        values[i] = np.nextafter(values[i + 1], np.float32(np.inf))
-    return values
-
-
-def _next_below(value: np.float32) -> np.float32:
-    """The next smaller finite float32, at least 1e-30 away: readers may flush subnormal steps to 0."""
-    return min(np.nextafter(value, np.finfo(np.float32).min), np.float32(value - np.float32(1e-30)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def decoder_from(
     ]
     nnx.update(model, nnx.from_flat_state(leaves))
     return model
+
+
+def weights_fingerprint(model: Trunk) -> str:
+    """A hash over 4096 values of every parameter, with paths, shapes and dtypes: other weights have another."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, array in flat_parameters(model).items():
+        sample = np.asarray(array.reshape(-1)[:: max(1, array.size // 4096)])
+        digest.update(f"{path} {array.shape} {array.dtype} ".encode() + sample.tobytes())
+    return digest.hexdigest()
 
 
 def flat_abstract(model: Trunk) -> dict[str, jax.ShapeDtypeStruct]:

@@ -18,7 +18,8 @@ def first_stage(collection: Collection, split: str, source: str | Path | None = 
     """The candidates of a split's queries, `depth` for each (one more where a query may find itself).
 
     `source` is `bm25`, `scoreddocs` (ir_datasets), `own` (lists that come with the collection: icr, hf), or the path of
-    a run file. None takes the collection's own lists where it has any, else BM25.
+    a run file, which is given whole: `candidate_lists` cuts it, by one rule for ties. None takes the collection's own
+    lists where it has any, else BM25.
 
     Raises `UserError` when the collection does not have what is asked for.
     """
@@ -40,4 +41,4 @@ def first_stage(collection: Collection, split: str, source: str | Path | None = 
     path = Path(source)
     if not path.exists():
         raise UserError(f"candidates: {source} is no file, and none of {', '.join(SOURCES)}")
-    return read_run(path, depth)
+    return read_run(path)
