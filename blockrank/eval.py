@@ -4,7 +4,7 @@
     python -m blockrank.eval data=beir_folder data.path=scifact model=smollm2
     python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart
 
-Below `output_dir`/evaluation each row has a folder with the TREC run, `results.json`, `per_query.jsonl` and `table.md`;
+Below `output_dir`/eval each row has a folder with the TREC run, `results.json`, `per_query.jsonl` and `table.md`;
 `table.md` beside them holds all rows. The same command continues a killed evaluation. Exits with status 2 on bad input.
 """
 
@@ -103,8 +103,8 @@ def evaluate_ranker(config: EvalConfig, console: Console) -> HeldOut:
     collection = config.data.open()
     settings = config.held_out(collection)
     ranker = _ranker(config)
-    held_out = HeldOut(collection, settings, config.output_dir / "evaluation", config.seed)
-    lists = {"data": to_plain(config.data), "lists": to_plain(settings)}
+    held_out = HeldOut(collection, settings, config.output_dir / "eval", config.seed)
+    lists = {"data": to_plain(config.data), **settings.identity()}
     shared = {"overwrite": config.overwrite, "config": to_plain(config)}
     if config.baseline:
         held_out.measure_first_stage(lists, **shared)

@@ -99,7 +99,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         None if config.test is None else HeldOut(collection, config.test, config.output_dir / "evaluation", config.seed)
     )
     if held_out is not None:
-        held_out.measure_first_stage({"lists": to_plain(config.test)})
+        held_out.measure_first_stage({"data": to_plain(config.data), **held_out.config.identity()})
         held_out.measure("untrained", ranker, _scores_identity(config, encoder, 0))
     objective = config.objective(layer)
     attention_only = replace(objective, ntp_weight=0.0) if config.loss.ntp_every > 1 else objective

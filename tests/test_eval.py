@@ -53,7 +53,7 @@ def evaluate(collection: Path, output: Path, *overrides: str) -> tuple[HeldOut, 
 def test_the_first_stage_row_is_exact_and_missing_queries_count_zero(collection: Path, tmp_path: Path):
     held_out, text = evaluate(collection, tmp_path / "out")
     assert "first stage" in text
-    results = json.loads((tmp_path / "out/evaluation/first_stage/results.json").read_text())
+    results = json.loads((tmp_path / "out/eval/first_stage/results.json").read_text())
     assert results["metrics"]["means"]["P@1"] == pytest.approx(1 / 3)
     assert results["metrics"]["means"]["nDCG@10"] == pytest.approx((1 + 0.6309297535714575) / 3)
     assert results["metrics"]["counts"]["missing"] == 1

@@ -46,6 +46,10 @@ class HeldOutConfig(ListsConfig):
     tail: Literal["drop", "keep"] = "drop"
     missing: Literal["zero", "skip"] = "zero"
 
+    def identity(self) -> dict[str, Any]:
+        """What decides which lists are scored; how they are measured may change."""
+        return {name: getattr(self, name) for name in ("split", "candidates", "with_positives", "max_queries")}
+
 
 @dataclass(frozen=True)
 class LossConfig:
