@@ -30,6 +30,7 @@ from blockrank.evaluation.files import git_commit, versions
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.layout import LayoutShape
 from blockrank.models.decoder import Decoder
+from blockrank.models.loading import weights_fingerprint
 from blockrank.prompts.encode import PromptEncoder
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker
@@ -100,7 +101,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     )
     if held_out is not None:
         held_out.measure_first_stage({"data": to_plain(config.data), **held_out.config.identity()})
-        held_out.measure("untrained", ranker, _scores_identity(config, encoder, 0))
+        held_out.measure("untrained", ranker, _scores_identity(config, held_out, ranker))
     objective = config.objective(layer)
     attention_only = replace(objective, ntp_weight=0.0) if config.loss.ntp_every > 1 else objective
     trainer = Trainer(
@@ -123,7 +124,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     plot = plot_curves(result.metrics, config.output_dir / "curves.png") if jax.process_index() == 0 else None
     if held_out is not None and result.status == "finished":
         ranker.set_model(result.model)
-        held_out.measure("trained", ranker, _scores_identity(config, encoder, result.step))
+        held_out.measure("trained", ranker, _scores_identity(config, held_out, ranker))
         console.print(held_out.write_table(config.output_dir / "table.md", FIRST_STAGE), markup=False)
     shown = {"checkpoint": result.checkpoint, "metrics": result.metrics, "curves": plot}
     if held_out is not None and result.status == "finished":
@@ -157,13 +158,13 @@ def _validation(
     return validate
 
 
-def _scores_identity(config: TrainConfig, encoder: PromptEncoder, step: int) -> dict[str, Any]:
+def _scores_identity(config: TrainConfig, held_out: HeldOut, ranker: AttentionRanker) -> dict[str, Any]:
     return {
-        "model": to_plain(config.model),
+        "data": to_plain(config.data),
+        **held_out.config.identity(),
         "ranker": to_plain(config.ranker),
-        "prompt": encoder.fingerprint,
-        "run": None if step == 0 else _identity(config, encoder),
-        "step": step,
+        "prompt": ranker.encoder.fingerprint,
+        "weights": weights_fingerprint(ranker.model),
     }
 
 
