@@ -7,7 +7,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make quickstart  train and evaluate on real text, on a CPU, in about ten minutes"
+	@echo "make quickstart  train and evaluate on real text, on a CPU"
 	@echo "make test        the tests; ARGS='tests/test_layout.py -x' is passed to pytest"
 	@echo "make test-all    the tests with the slow ones"
 	@echo "make check       format, lint, types"

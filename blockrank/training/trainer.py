@@ -71,15 +71,6 @@ class TrainerSettings:
     max_share_without_positive: float = 0.1
     resume: bool = True
 
-    def steps(self, num_lists: int) -> int:
-        """Optimiser steps of the run: `total_steps`, or whole batches in `num_epochs` passes over `num_lists`."""
-        if self.total_steps is not None:
-            return self.total_steps
-        steps = num_lists * self.num_epochs // self.batch_size
-        if steps < 1:
-            raise UserError(f"{num_lists} training lists make no batch of {self.batch_size}: lower trainer.batch_size")
-        return steps
-
 
 @dataclass(frozen=True)
 class TrainResult:
