@@ -27,7 +27,7 @@ from blockrank.training.checkpoint import (
     locate,
     to_nested,
 )
-from blockrank.training.optimizer import OptimizerSettings, make_optimizer
+from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
 from blockrank.training.state import TrainState, create_state, split_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -38,8 +38,8 @@ ADAMW = OptimizerSettings(name="adamw")
 
 def tiny_state(layers: int = 2, step: int = 0, seed: int = 0, settings: OptimizerSettings = ADAMW) -> TrainState:
     _, params = split_model(tiny_model(layers, seed))
-    optimizer, _ = make_optimizer(settings, params, 10)
-    state = create_state(params, optimizer)
+    optimizer, _ = make_optimizer(settings, 10)
+    state = create_state(params, optimizer, Trainable.of(params, settings))
     noisy = jax.tree.map(lambda x: x + 0.5 if jnp.issubdtype(x.dtype, jnp.floating) else x + 3, state.optimizer_state)
     return dataclasses.replace(state, step=jnp.int32(step), skipped=jnp.int32(2), optimizer_state=noisy)
 

@@ -20,7 +20,7 @@ from training_helpers import OBJECTIVE, CountedBatches, make_batch, tiny_model
 from blockrank.errors import UserError
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
 from blockrank.training.curves import plot_curves
-from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, trainable_mask
+from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings, Trainable, make_optimizer
 from blockrank.training.state import create_state, split_model
 from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
 from blockrank.training.tracking import read_metrics
@@ -32,17 +32,18 @@ TESTS = str(Path(__file__).parent)
 
 def step_and_state(settings: OptimizerSettings = ADAMW, objective=OBJECTIVE, accumulation: int = 1):
     graphdef, params = split_model(tiny_model())
-    optimizer, schedule = make_optimizer(settings, params, 10)
+    optimizer, schedule = make_optimizer(settings, 10)
+    trainable = Trainable.of(params, settings)
     step = make_train_step(
         graphdef,
         ranking_loss_fn(objective),
         optimizer,
         schedule,
-        trainable_mask(params, settings),
+        trainable,
         accumulation=accumulation,
         share_fn=ranking_share_fn(objective),
     )
-    return step, create_state(params, optimizer)
+    return step, create_state(params, optimizer, trainable)
 
 
 def trainer(folder: Path, total_steps: int = 6, **options) -> Trainer:
@@ -294,7 +295,7 @@ def test_a_loss_that_is_not_finite_can_be_skipped_and_counted(tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(split_model(result.model)[1]))
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     _, params = split_model(tiny_model())
-    state = create_state(params, make_optimizer(ADAMW, params, 5)[0])
+    state = create_state(params, make_optimizer(ADAMW, 5)[0], Trainable.of(params, ADAMW))
     assert int(checkpoints.restore(state)[0].skipped) == 1
 
 
@@ -348,9 +349,10 @@ def test_bfloat16_activations_keep_float32_master_weights():
     losses = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         graphdef, params = split_model(random_decoder(tiny_config(), 0, dtype))
-        optimizer, schedule = make_optimizer(ADAMW, params, 10)
-        step = make_train_step(graphdef, ranking_loss_fn(OBJECTIVE), optimizer, schedule, trainable_mask(params, ADAMW))
-        state, metrics = step(create_state(params, optimizer), make_batch(1).data)
+        optimizer, schedule = make_optimizer(ADAMW, 10)
+        trainable = Trainable.of(params, ADAMW)
+        step = make_train_step(graphdef, ranking_loss_fn(OBJECTIVE), optimizer, schedule, trainable)
+        state, metrics = step(create_state(params, optimizer, trainable), make_batch(1).data)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
         losses[dtype] = float(metrics["loss"])
     assert losses[jnp.bfloat16] != losses[jnp.float32]

@@ -15,7 +15,7 @@ from blockrank.layout import LayoutShape, TokenLayout
 from blockrank.losses import TrainingBatch
 from blockrank.models.loading import abstract_decoder
 from blockrank.prompts.template import PromptTemplate
-from blockrank.training.optimizer import make_optimizer, trainable_mask
+from blockrank.training.optimizer import Trainable, make_optimizer
 from blockrank.training.recipe import TrainConfig
 from blockrank.training.state import count_parameters, create_state, split_model
 from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
@@ -30,9 +30,9 @@ def dry_run(config: TrainConfig) -> str:
     layer = config.ranker.layer_of(decoder)
     PromptTemplate.from_config(config.prompt, "prompt")
     graphdef, params = split_model(abstract_decoder(decoder, jnp.dtype(config.model.dtype)))
-    optimizer, schedule = make_optimizer(config.optimizer, params, config.trainer.total_steps or 10_000)
-    mask = trainable_mask(params, config.optimizer)
-    state = jax.eval_shape(lambda p: create_state(p, optimizer), params)
+    optimizer, schedule = make_optimizer(config.optimizer, config.trainer.total_steps or 10_000)
+    trainable = Trainable.of(params, config.optimizer)
+    state = jax.eval_shape(lambda p: create_state(p, optimizer, trainable), params)
     objective = config.objective(layer)
     accumulation = config.trainer.accumulation
     step = make_train_step(
@@ -40,18 +40,16 @@ def dry_run(config: TrainConfig) -> str:
         ranking_loss_fn(objective),
         optimizer,
         schedule,
-        mask,
+        trainable,
         accumulation=accumulation,
         share_fn=ranking_share_fn(objective),
     )
     shape = largest_shape(config)
     _, metrics = jax.eval_shape(step, state, _abstract_batch(shape, config.trainer.batch_size))
-    trainable = sum(
-        leaf.size * np.mean(keep) for leaf, keep in zip(jax.tree.leaves(params), jax.tree.leaves(mask), strict=True)
-    )
     lists = config.trainer.batch_size
     lines = [
-        f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as float32), trainable {int(trainable):,}",
+        f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as float32), trainable "
+        f"{count_parameters(jax.eval_shape(trainable.take, params)):,}",
         f"optimizer state: {_gigabytes(state.optimizer_state)}",
         f"score layer: {layer} of {decoder.num_layers}",
         f"tokens per step: {lists * shape.tokens:,} at most, in {accumulation} micro-batches",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from blockrank.errors import UserError
 
@@ -44,7 +45,7 @@ class OptimizerSettings:
 
     `trainable` is a regular expression that a parameter's whole path must match ("blocks\\.attention\\..*" trains the
     attention only); `trainable_layers` (start, stop) restricts stacked parameters further to a range of layers. What is
-    frozen has no optimiser state (whole parameters) and receives exactly no update.
+    frozen has no optimiser state and receives exactly no update.
     """
 
     name: Literal["adafactor", "adamw"] = "adafactor"
@@ -79,68 +80,77 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def trainable_mask(params: Params, settings: OptimizerSettings) -> Params:
-    """The tree of `params` with bool leaves, or bool [L, 1, ...] where `trainable_layers` cuts stacked parameters.
+@dataclass(frozen=True)
+class Trainable:
+    """The part of the parameters that an optimiser sees; everything else is constant in a step.
 
-    Raises `UserError` when nothing is left to train or the layer range lies outside the model.
+    `layers` maps the keys of a parameter to its trainable layers along axis 0, or to None when all of it is trainable.
     """
-    try:
-        pattern = re.compile(settings.trainable)
-    except re.error as error:
-        raise UserError(f"optimizer.trainable={settings.trainable!r} is no regular expression: {error}") from error
-    layers = settings.trainable_layers
 
-    def leaf(path: tuple[Any, ...], value: Any) -> Any:
-        name = path_name(path)
-        if not pattern.fullmatch(name):
-            return False
-        if layers is None or not name.startswith(STACKED_PREFIX):
-            return True
-        start, stop = layers
-        depth = value.shape[0]
-        if not 0 <= start < stop <= depth:
-            raise UserError(f"optimizer.trainable_layers={list(layers)}: the model has layers 0..{depth - 1}")
-        index = np.arange(depth)
-        return ((index >= start) & (index < stop)).reshape((depth,) + (1,) * (len(value.shape) - 1))
+    layers: Mapping[tuple[str, ...], slice | None]
 
-    mask = jax.tree_util.tree_map_with_path(leaf, params)
-    if not any(np.any(m) for m in jax.tree.leaves(mask)):
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        raise UserError(
-            f"optimizer.trainable={settings.trainable!r} matches no parameter; paths are like {names[0]}, {names[-1]}"
-        )
-    return mask
+    @staticmethod
+    def of(params: Params, settings: OptimizerSettings) -> Trainable:
+        """What `settings` admit of `params`, which may be abstract.
+
+        Raises `UserError` when nothing is left to train or the layer range lies outside the model.
+        """
+        try:
+            pattern = re.compile(settings.trainable)
+        except re.error as error:
+            raise UserError(f"optimizer.trainable={settings.trainable!r} is no regular expression: {error}") from error
+        leaves = flatten_dict(params)
+        layers = {
+            keys: _layer_range(".".join(keys), leaf.shape, settings)
+            for keys, leaf in leaves.items()
+            if pattern.fullmatch(".".join(keys))
+        }
+        if not layers:
+            paths = [".".join(keys) for keys in leaves]
+            raise UserError(
+                f"optimizer.trainable={settings.trainable!r} matches no parameter; paths are like {paths[0]}, "
+                f"{paths[-1]}"
+            )
+        return Trainable(layers)
+
+    def take(self, params: Params) -> Params:
+        """The trainable part: a nested dict without what is frozen, stacked parameters cut to their layers."""
+        leaves = flatten_dict(params)
+        taken = {keys: leaves[keys] if cut is None else leaves[keys][cut] for keys, cut in self.layers.items()}
+        return unflatten_dict(taken)
+
+    def put(self, params: Params, part: Params) -> Params:
+        """`params` with the trainable part replaced."""
+        leaves = flatten_dict(params)
+        for keys, new in flatten_dict(part).items():
+            cut, leaf = self.layers[keys], leaves[keys]
+            leaves[keys] = new if cut is None else jnp.concatenate([leaf[: cut.start], new, leaf[cut.stop :]])
+        return unflatten_dict(leaves)
 
 
-def apply_mask(tree: Any, mask: Params) -> Any:
-    """`tree` with exact zeros where `mask` is False (whole leaves or layers)."""
-
-    def leaf(keep: Any, value: jax.Array) -> jax.Array:
-        if isinstance(keep, bool):
-            return value if keep else jnp.zeros_like(value)
-        return jnp.where(keep, value, jnp.zeros((), value.dtype))
-
-    return jax.tree.map(leaf, mask, tree)
+def _layer_range(path: str, shape: tuple[int, ...], settings: OptimizerSettings) -> slice | None:
+    if settings.trainable_layers is None or not path.startswith(STACKED_PREFIX):
+        return None
+    start, stop = settings.trainable_layers
+    if not 0 <= start < stop <= shape[0]:
+        raise UserError(f"optimizer.trainable_layers={[start, stop]}: the model has layers 0..{shape[0] - 1}")
+    return None if stop - start == shape[0] else slice(start, stop)
 
 
 def make_optimizer(
-    settings: OptimizerSettings, params: Params, total_steps: int
+    settings: OptimizerSettings, total_steps: int
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The gradient transformation and its schedule. `params` may be abstract (`jax.eval_shape`).
-
-    Order: mask, clip by global norm (of what is trainable), update rule, mask.
-    """
+    """The gradient transformation of a `Trainable` part, clipping by its global norm first, and the schedule."""
     schedule = make_schedule(settings.schedule, total_steps)
-    mask = trainable_mask(params, settings)
-    whole = jax.tree.map(lambda keep: bool(np.any(keep)), mask)
     if settings.name == "adafactor":
+        if settings.weight_decay:
+            raise UserError("optimizer.weight_decay is adamw's: set it to 0, or optimizer.name=adamw")
         rule = optax.adafactor(
             schedule,
             multiply_by_parameter_scale=settings.scale_by_parameter,
             clipping_threshold=settings.update_clip,
             momentum=settings.b1 or None,
             dtype_momentum=jnp.float32,
-            weight_decay_rate=settings.weight_decay or None,
         )
     else:
         rule = optax.adamw(
@@ -151,9 +161,8 @@ def make_optimizer(
             weight_decay=settings.weight_decay,
             mask=_is_matrix,
         )
-    keep_trainable = optax.stateless(lambda updates, _: apply_mask(updates, mask))
     clip = optax.identity() if settings.clip_norm is None else optax.clip_by_global_norm(settings.clip_norm)
-    return optax.chain(keep_trainable, clip, optax.masked(rule, whole), keep_trainable), schedule
+    return optax.chain(clip, rule), schedule
 
 
 def _is_matrix(params: Params) -> Params:

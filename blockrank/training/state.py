@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int
 
-from blockrank.training.optimizer import Params, path_name
+from blockrank.training.optimizer import Params, Trainable, path_name
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "optimizer_state"], meta_fields=[])
@@ -41,9 +41,10 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
     return graphdef, nnx.to_pure_dict(params)
 
 
-def create_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def create_state(params: Params, optimizer: optax.GradientTransformation, trainable: Trainable) -> TrainState:
     """Step 0. Works under `jax.eval_shape` for abstract `params`."""
-    return TrainState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, zero, params, optimizer.init(trainable.take(params)))
 
 
 def count_parameters(params: Params) -> int:

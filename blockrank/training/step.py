@@ -7,14 +7,13 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array
 
 from blockrank.errors import UserError
 from blockrank.losses import Objective, TrainingBatch, ranking_loss
-from blockrank.training.optimizer import Params, apply_mask
+from blockrank.training.optimizer import Params, Trainable
 from blockrank.training.state import TrainState
 
 Metrics: TypeAlias = dict[str, Array]
@@ -62,14 +61,14 @@ def make_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    mask: Params,
+    trainable: Trainable,
     *,
     accumulation: int = 1,
     share_fn: ShareFn | None = None,
 ) -> Step:
     """The jitted step `(state, batch) -> (state, metrics)`; the state's buffers are donated.
 
-    `mask` is `trainable_mask`'s: only what it admits is differentiated. `batch` is a pytree whose every leaf has the
+    Only the `trainable` part is differentiated. `batch` is a pytree whose every leaf has the
     lists on axis 0. With `accumulation` = k, the batch is cut into k micro-batches (list i goes to micro-batch i mod k)
     whose shares from `share_fn` are summed in float32 before the one update; a step is never half done, so a checkpoint
     never holds accumulated gradients.
@@ -81,21 +80,12 @@ def make_train_step(
         raise UserError(f"accumulation={accumulation} must be at least 1")
     if accumulation > 1 and share_fn is None:
         raise ValueError("accumulation needs share_fn")
-    whole = [bool(np.any(keep)) for keep in jax.tree.leaves(mask)]
 
     def differentiate(function: LossFn, params: Params, batch: Any) -> tuple[tuple[Array, Metrics], Params]:
-        leaves, tree = jax.tree.flatten(params)
+        def of_part(part: Params) -> tuple[Array, Metrics]:
+            return function(nnx.merge(graphdef, trainable.put(params, part)), batch)
 
-        def of_trainable(trainable: list[Array]) -> tuple[Array, Metrics]:
-            given = iter(trainable)
-            merged = [next(given) if keep else leaf for keep, leaf in zip(whole, leaves, strict=True)]
-            return function(nnx.merge(graphdef, jax.tree.unflatten(tree, merged)), batch)
-
-        trainable = [leaf for keep, leaf in zip(whole, leaves, strict=True) if keep]
-        result, found = jax.value_and_grad(of_trainable, has_aux=True)(trainable)
-        given = iter(found)
-        grads = [next(given) if keep else jnp.zeros_like(leaf) for keep, leaf in zip(whole, leaves, strict=True)]
-        return result, jax.tree.unflatten(tree, grads)
+        return jax.value_and_grad(of_part, has_aux=True)(trainable.take(params))
 
     def accumulate(params: Params, batch: Any) -> tuple[tuple[Array, Metrics], Params]:
         assert share_fn is not None
@@ -118,25 +108,21 @@ def make_train_step(
             (loss, metrics), grads = differentiate(loss_fn, state.params, batch)
         else:
             (loss, metrics), grads = accumulate(state.params, batch)
-        grad_norm = _global_norm(apply_mask(grads, mask))
+        grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
-        leaves, tree = jax.tree.flatten(state.params)
-        moved = [
-            jnp.where(finite, leaf + update.astype(leaf.dtype), leaf) if keep else leaf
-            for keep, leaf, update in zip(whole, leaves, jax.tree.leaves(updates), strict=True)
-        ]
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), optimizer_state, state.optimizer_state)
+        part = trainable.take(state.params)
+        updates, moments = optimizer.update(grads, state.optimizer_state, part)
+        part, moments = jax.tree.map(
+            lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
+            (optax.apply_updates(part, updates), moments),
+            (part, state.optimizer_state),
+        )
         rate = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         metrics = {"loss": loss, **metrics, "grad_norm": grad_norm, "learning_rate": rate, "finite": finite}
         skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
-        return TrainState(state.step + 1, skipped, jax.tree.unflatten(tree, moved), kept), metrics
+        return TrainState(state.step + 1, skipped, trainable.put(state.params, part), moments), metrics
 
     return jax.jit(step, donate_argnums=0)
-
-
-def _global_norm(tree: Params) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
 
 
 def _micro_batches(leaf: Array, count: int) -> Array:

@@ -20,7 +20,7 @@ from flax import nnx
 from blockrank.errors import UserError
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
-from blockrank.training.optimizer import OptimizerSettings, make_optimizer, trainable_mask
+from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
 from blockrank.training.state import TrainState, count_parameters, create_state, split_model
 from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
 from blockrank.training.tracking import METRICS_FILE, TrackerSettings, make_trackers
@@ -136,17 +136,17 @@ class Trainer:
         self._tracker_settings = tracker or TrackerSettings()
         self._graphdef, params = split_model(model)
         self._num_parameters = count_parameters(params)
-        rule, schedule = make_optimizer(optimizer, params, total_steps)
-        mask = trainable_mask(params, optimizer)
+        rule, schedule = make_optimizer(optimizer, total_steps)
+        trainable = Trainable.of(params, optimizer)
 
         def step_fn(loss_fn: LossFn, share_fn: ShareFn | None) -> Step:
             options = {"accumulation": settings.accumulation, "share_fn": share_fn}
-            return make_train_step(self._graphdef, loss_fn, rule, schedule, mask, **options)
+            return make_train_step(self._graphdef, loss_fn, rule, schedule, trainable, **options)
 
         self._full_every = full_every
         self._full_step = step_fn(loss_fn, share_fn)
         self._step_between = self._full_step if between is None else step_fn(*between)
-        self._state = create_state(params, rule)
+        self._state = create_state(params, rule, trainable)
         self._stop: int | None = None
         self._pending: _Pending | None = None
         self._seen = self._without_positive = 0
