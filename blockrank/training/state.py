@@ -43,8 +43,8 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
 
 def create_state(params: Params, optimizer: optax.GradientTransformation, trainable: Trainable) -> TrainState:
     """Step 0. Works under `jax.eval_shape` for abstract `params`."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, params, optimizer.init(trainable.take(params)))
+    step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return TrainState(step, skipped, params, optimizer.init(trainable.take(params)))
 
 
 def count_parameters(params: Params) -> int:

@@ -108,7 +108,7 @@ def make_train_step(
             (loss, metrics), grads = differentiate(loss_fn, state.params, batch)
         else:
             (loss, metrics), grads = accumulate(state.params, batch)
-        grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         part = trainable.take(state.params)
         updates, moments = optimizer.update(grads, state.optimizer_state, part)

@@ -295,6 +295,8 @@ class Trainer:
         }
         meta = {**self.record.meta, "identity": dict(self.record.identity), "step": step}
         self._checkpoints.save(self._state, data=data, meta=meta, write_files=self.record.write_files, metrics=metrics)
+        if jax.default_backend() == "cpu":
+            self._checkpoints.wait()  # the copy being written would share the memory of the next step
         self._last = time.perf_counter()
 
     def _model(self, state: TrainState) -> Any:
