@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -13,6 +14,32 @@ Qrels: TypeAlias = dict[str, dict[str, int]]
 
 Run: TypeAlias = dict[str, dict[str, float]]
 """query id -> document id -> score, both in file order."""
+
+
+_BLANK = frozenset(
+    chr(code)
+    for first, last in (
+        *((0x034F, 0x034F), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F), (0x2065, 0x2065), (0x2800, 0x2800)),
+        *((0x3164, 0x3164), (0xFE00, 0xFE0F), (0xFFA0, 0xFFA0), (0xFFF0, 0xFFF8), (0xE0000, 0xE0FFF)),
+    )
+    for code in range(first, last + 1)
+)
+"""Characters outside the invisible categories that are drawn as nothing: Unicode's other default ignorables (fillers,
+joiners, variation selectors, tags) and the blank Braille pattern."""
+
+
+def is_visible(character: str) -> bool:
+    """Whether a character is more than space, control or format: something that a reader could see."""
+    return unicodedata.category(character) not in ("Zs", "Zl", "Zp", "Cc", "Cf") and character not in _BLANK
+
+
+def has_text(text: str | None) -> bool:
+    """Whether a text holds anything visible. Every "is this empty?" of the library is this question.
+
+    White space, U+200B, U+FEFF, U+00AD, U+2060, NUL and their like are nothing, alone or together. Text that has
+    something visible is never changed on their account.
+    """
+    return any(map(is_visible, text or ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +56,8 @@ class Document:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither title nor text holds anything but white space."""
-        return not self.text.strip() and not self.title.strip()
+        """Whether neither title nor text holds anything visible (`has_text`)."""
+        return not has_text(self.text) and not has_text(self.title)
 
 
 @dataclass(frozen=True, slots=True)

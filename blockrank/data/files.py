@@ -16,6 +16,7 @@ from typing import IO, Any
 from filelock import FileLock
 
 from blockrank.errors import UserError
+from blockrank.types import has_text
 
 
 def cache_dir() -> Path:
@@ -122,12 +123,12 @@ def as_id(value: Any, where: str) -> str:
 
 
 def as_text(value: Any, where: str) -> str:
-    """Text of a JSON field: null is empty, and so is white space alone; other types are a `UserError`."""
+    """Text of a JSON field: null is empty, and so is text with nothing visible; other types are a `UserError`."""
     if value is None:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{where}: expected a string, got {value!r}")
-    return value if value.strip() else ""
+    return value if has_text(value) else ""
 
 
 def columns(text: str, allowed: tuple[int, ...]) -> list[str] | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from blockrank.data.collection import Collection
 from blockrank.data.progress import track
-from blockrank.types import Qrels, Query, Run
+from blockrank.types import Qrels, Query, Run, has_text
 
 _SAMPLE = 5
 _PERCENTILES = (50, 90, 99)
@@ -109,7 +109,7 @@ def preflight(
         for i, document in enumerate(rows):
             lengths[i] = measure(f"{document.title} {document.text}".strip())
             empty += document.is_empty
-            titled += bool(document.title)
+            titled += has_text(document.title)
             advance(1)
     return Preflight(
         name=collection.name,
@@ -129,7 +129,7 @@ def _split_report(
 ) -> SplitReport:
     queries, qrels = collection.queries(split), collection.qrels(split)
     positives = {q: {d for d, grade in judged.items() if grade > 0} for q, judged in qrels.items()}
-    wordless = [q for q in qrels if q not in queries or not queries[q].text.strip()]
+    wordless = [q for q in qrels if q not in queries or not has_text(queries[q].text)]
     report = SplitReport(
         queries=len(queries),
         judgements=sum(map(len, qrels.values())),

@@ -14,7 +14,7 @@ from blockrank.errors import UserError
 from blockrank.prompts.chat import chat_frame
 from blockrank.prompts.template import Piece, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer
-from blockrank.types import CandidateList, Document
+from blockrank.types import CandidateList, Document, has_text
 
 LongDocuments = Literal["truncate", "split"]
 
@@ -24,8 +24,9 @@ class PromptLimits:
     """The most tokens of each segment, scaffold included; None: no limit.
 
     `suffix_tokens` counts up to the last signal token: an answer comes on top. `query_tokens` limits the query itself,
-    wherever it stands. A query loses its middle, a document its end, or, with `long_documents="split"`, a document
-    becomes several segments of the same candidate that each begin with its title.
+    wherever it stands. A query loses its middle. A document loses its end, and its title the end beyond half of the
+    budget where the text needs the rest; or, with `long_documents="split"`, a document becomes several segments of the
+    same candidate that each begin with its title.
     """
 
     document_tokens: int | None = 160
@@ -108,11 +109,11 @@ class PromptEncoder:
         """Ids of one list. `answer`: candidate indices of the relevant documents; their numbers are written ascending.
 
         Documents without text and title get no segment and no number, and are left out of the answer; when no answer is
-        left, the segments are those of `answer=None`. Raises UserError for an empty query.
+        left, the segments are those of `answer=None`. Raises UserError for a query without text.
         """
         words = candidates.query.text.strip()
-        if not words:
-            raise UserError(f"query {candidates.query.id!r} is empty")
+        if not has_text(words):
+            raise UserError(f"query {candidates.query.id!r} is empty: it has no visible text")
         numbers = self._number(candidates.documents)
         documents: list[np.ndarray] = []
         document_index: list[int] = []
@@ -175,11 +176,7 @@ class PromptEncoder:
             return [self._fill_document(number, runs)], False
         if self.limits.long_documents == "split":
             return [self._fill_document(number, part) for part in _split(runs, slots, budget)], False
-        kept = {}
-        for index, run in runs.items():
-            kept[index] = run[:budget]
-            budget -= len(kept[index])
-        return [self._fill_document(number, kept)], True
+        return [self._fill_document(number, _truncate(runs, slots, budget))], True
 
     def _fill_document(self, number: int, runs: dict[int, list[int]]) -> np.ndarray:
         ids: list[int] = []
@@ -311,12 +308,27 @@ def _up_to_last_signal(pieces: _Compiled) -> _Compiled:
 
 
 def _words(document: Document) -> tuple[str, str]:
-    return (document.title or "").strip(), (document.text or "").strip()
+    """(title, text) without space around them, "" where nothing is visible."""
+    title, text = (part.strip() if has_text(part) else "" for part in (document.title, document.text))
+    return title, text
 
 
 def _content_hash(document: Document) -> bytes:
     title, text = _words(document)
     return hashlib.sha256(f"{title}\0{text}".encode("utf-8", "replace")).digest()
+
+
+def _truncate(runs: dict[int, list[int]], slots: Sequence[Piece], budget: int) -> dict[int, list[int]]:
+    """The first tokens of title and text: the title has half of the budget, or more where the text needs less."""
+    text = sum(len(run) for index, run in runs.items() if slots[index].text == "text")
+    title = min(sum(map(len, runs.values())) - text, max(budget // 2, budget - text))
+    room = {"title": title, "text": budget - title}
+    kept = {}
+    for index, run in runs.items():
+        kind = slots[index].text
+        kept[index] = run[: room[kind]]
+        room[kind] -= len(kept[index])
+    return kept
 
 
 def _split(runs: dict[int, list[int]], slots: Sequence[Piece], budget: int) -> list[dict[int, list[int]]]:
