@@ -84,7 +84,35 @@ def test_ragged_and_empty_lists(letters: Small) -> None:
 
 def test_a_query_absent_from_the_run_is_told(letters: Small, caplog: pytest.LogCaptureFixture) -> None:
     assert len(candidate_lists(letters, {"q1": {"a": 1.0}}, "test")) == 1
-    assert "1 of 2 query ids of small (test) are not in the run" in caplog.text
+    assert "1 of 2 query ids of small (test) are not in the run: 'q2'" in caplog.text
+
+
+def test_a_query_of_the_run_alone_is_told(letters: Small, caplog: pytest.LogCaptureFixture) -> None:
+    run = {q: {"a": 1.0} for q in ("q1", "q2", "q7", "q8")}
+    assert len(candidate_lists(letters, run, "test")) == 2
+    assert "2 of 4 query ids of the run are not in small (test): 'q7', 'q8'" in caplog.text
+
+
+def test_a_relevant_document_outside_the_collection_is_told(letters: Small, caplog: pytest.LogCaptureFixture) -> None:
+    candidate_lists(letters, {"q1": {"a": 1.0}, "q2": {"a": 1.0}}, "test")
+    assert "1 of 2 documents judged relevant in small (test) are not in its collection: 'z'" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b", "\ufeff\u00ad\u2060\0"])
+def test_a_query_without_text_gets_no_list_and_is_told(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    small = Small({"a": "text"}, {"q1": text, "q2": "two"}, {"q1": {"a": 1}})
+    run = {q: {"a": 1.0} for q in ("q1", "q2")}
+    lists = candidate_lists(small, run, "test")
+    assert [query.id for query in lists.queries] == ["q2"]
+    assert "1 queries of small (test) have no text and get no list: 'q1'" in caplog.text
+    with pytest.raises(UserError, match=r"no query of small \(test\) has any text"):
+        candidate_lists(Small({"a": "text"}, {"q1": text}), {"q1": {"a": 1.0}}, "test")
+
+
+def test_with_positives_adds_none_without_text() -> None:
+    small = Small({"a": "one", "b": "two", "p": "\u200b"}, {"q": "query"}, {"q": {"p": 1}})
+    lists = candidate_lists(small, {"q": {"a": 2.0, "b": 1.0}}, "test", 2, with_positives=True)
+    assert ids(lists) == ["a", "b"]
 
 
 def test_no_shared_query_shows_both_sides(letters: Small) -> None:

@@ -259,6 +259,13 @@ def test_qrels_of_another_collection_are_refused_before_scoring() -> None:
     assert result.means == {"P@1": 0.0}
 
 
+def test_a_measure_that_cannot_be_computed_stops_before_scoring() -> None:
+    ranker = FunctionRanker(by_length)
+    with pytest.raises(UserError, match="measure Accuracy cannot be computed"):
+        Evaluator(ranker, lists_of(2, size=1), qrels={"q0": {"q0-d0": 1}}, measures=["P@1", "Accuracy"]).run()
+    assert ranker.calls == []
+
+
 def test_files(tmp_path: Path) -> None:
     lists = [candidate_list("q1", ["aa…", "aaaa", "a"], [1, 0, 0]), candidate_list("q2", ["a", "aaa"], [0, 1])]
     qrels = {"q1": {"q1-d0": 1}, "q2": {"q2-d1": 1}, "q3": {"x": 1}}

@@ -184,6 +184,18 @@ def test_partial_overlap_warns_with_counts(caplog: pytest.LogCaptureFixture) -> 
     assert report.counts.no_judgement == 2
 
 
+def test_lists_without_a_judged_document_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    run = {"q1": {"a": 1.0}, "q2": {"D2": 1.0, "D1": 0.5}, "q3": {"D3": 1.0}}
+    report = evaluate(run, {"q1": {"a": 1}, "q2": {"2": 1}, "q3": {"3": 1}}, ["P@1"])
+    told = (
+        "2 of 3 judged queries in the run list no judged document: ['q2', 'q3'] "
+        "(of 'q2' the run has ['D1', 'D2'], the qrels have ['2'])"
+    )
+    assert report.warnings == (told,)
+    assert told in caplog.text
+    assert evaluate({"q1": {"a": 1.0, "b": 0.5}}, {"q1": {"a": 0}}, ["P@1"]).warnings == ()
+
+
 def test_ignore_self_is_applied_before_metrics() -> None:
     run, qrels = {"t1": {"t1": 2.0, "t2": 1.0}}, {"t1": {"t2": 1}}
     assert evaluate(run, qrels, ["RR"])["RR"] == 0.5
@@ -204,9 +216,50 @@ def test_aliases_and_unknown_measures() -> None:
     assert list(report.means) == ["RR@10", "AP"]
     assert report["MRR@10"] == report["RR@10"] == 1.0
     assert report.values("MAP") == {"q": 1.0}
-    for name in ("nonsense@3", "nDCG@", "P", "", "nDCG@10 P@1"):
-        with pytest.raises(UserError, match="measure"):
-            parse_measure(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nonsense@3",
+        "nDGC@10",
+        "ndcg@10",
+        "nDCG@",
+        "nDCG@ten",
+        "P",
+        "",
+        "nDCG@10 P@1",
+        "P@1.5",
+        "R@-1",
+        "RR(foo=1)",
+        "ERR",
+    ],
+)
+def test_an_unknown_or_impossible_measure_is_named(name: str) -> None:
+    with pytest.raises(UserError, match="measure") as caught:
+        parse_measure(name)
+    assert repr(name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "object at" not in str(caught.value)
+
+
+def failing(measure: str) -> None:
+    evaluate({"q": {"a": 2.0, "b": 1.0}}, {"q": {"a": 1, "b": 1}}, ["P@1", measure, "RR"])
+
+
+def test_what_a_provider_raises_names_its_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"measure Accuracy cannot be computed .*ZeroDivisionError"):
+        failing("Accuracy")
+    calculate = ir_measures.iter_calc
+
+    def broken(measures, qrels, run):
+        if ir_measures.parse_measure("ERR@20") in measures:
+            raise OSError("no perl\nhere")
+        return calculate(measures, qrels, run)
+
+    monkeypatch.setattr(ir_measures, "iter_calc", broken)
+    with pytest.raises(UserError, match=r"measure ERR@20 cannot be computed .*\(OSError: no perl here\)"):
+        failing("ERR@20")
 
 
 def test_bad_options() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockrank.data.trec import as_qrels, as_run, check_overlap, ranked, read_qrels, read_run, write_run
@@ -51,6 +51,16 @@ def test_qrels_of_every_shape_are_the_same(tmp_path: Path, text: str) -> None:
         ("q1 0 d1 1\nquery-id corpus-id x score\n", 2, "got 'score'"),
         ("q1 0 d1 0.5\n", 1, "got '0.5'"),
         ("q1 0 d1 nan\n", 1, "got 'nan'"),
+        ("q1 0 d1 1\nq1 0 d2 1_0\n", 2, "got '1_0'"),
+        ("q1 0 d1 １\n", 1, "got '１'"),
+        ("q1 0 d1 ²\n", 1, "got '²'"),
+        ("q1 0 d1 ٣\n", 1, "got '٣'"),
+        ("q1 0 d1 -inf\n", 1, "got '-inf'"),
+        ("q1 0 d1 Infinity\n", 1, "got 'Infinity'"),
+        ("q1 0 d1 1e400\n", 1, "got '1e400'"),
+        ("q1 0 d1 0x1\n", 1, "got '0x1'"),
+        ("q1\t0\td1\t\u00a01\n", 1, "a grade must be an integer"),
+        ("q1 0 d1 " + 5000 * "9" + "\n", 1, "a grade must be an integer"),
         ("q1 0 d1 1\nq1 0 d1 2\n", 2, "is judged 2, but 1 above"),
     ],
 )
@@ -89,6 +99,13 @@ def test_runs_of_six_and_three_columns(tmp_path: Path) -> None:
     assert list(read_run(three)["q1"]) == ["b", "a"]
 
 
+def test_numbers_in_every_ascii_notation(tmp_path: Path) -> None:
+    run = write(tmp_path, "q Q0 a 1 +1.5 t\nq Q0 b 2 .5 t\nq Q0 c 3 5. t\nq Q0 d 4 -2E-05 t\nq Q0 e 007 0 t\n", "run")
+    assert read_run(run)["q"] == {"a": 1.5, "b": 0.5, "c": 5.0, "d": -2e-5, "e": 0.0}
+    qrels = write(tmp_path, "q 0 a -1\nq 0 b +2\nq 0 c 1e0\nq 0 d 03\n", "qrels")
+    assert read_qrels(qrels)["q"] == {"a": -1, "b": 2, "c": 1, "d": 3}
+
+
 def test_depth_keeps_the_best_whatever_the_order_of_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "q Q0 low 3 1 t\nq Q0 high 1 3 t\nq Q0 mid 2 2 t\n")
     assert list(read_run(path, depth=2)["q"].items()) == [("high", 3.0), ("mid", 2.0)]
@@ -102,6 +119,13 @@ def test_depth_keeps_the_best_whatever_the_order_of_lines(tmp_path: Path) -> Non
         ("q Q0 a 1 inf t\n", ":1: a score must be a finite number"),
         ("q Q0 a 1 1.0 t\nq Q0 b 2\n", ":2: expected 6 columns"),
         ("q\ta\t0.5\n", ":1: a rank must be a whole number"),
+        ("q\ta\t+1\n", ":1: a rank must be a whole number"),
+        ("q\ta\t²\n", ":1: a rank must be a whole number"),
+        ("q\ta\t" + 5000 * "1" + "\n", ":1: a rank must be a whole number"),
+        *(
+            (f"q Q0 a 1 1.0 t\nq Q0 b 2 {score} t\n", ":2: a score must be a finite number")
+            for score in ("1_0", "１.5", "٣", "-inf", "NaN", "1e999", "0x1p3", "1,5", "1e", ".", "--1")
+        ),
     ],
 )
 def test_a_bad_run_line_is_an_error_with_its_line(tmp_path: Path, text: str, hint: str) -> None:
@@ -156,6 +180,7 @@ ids = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_si
 )
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         ids, st.dictionaries(ids, st.floats(-1e30, 1e30) | st.sampled_from([0.0, 1.0]), min_size=1), min_size=1
@@ -182,8 +207,9 @@ def test_disjoint_ids_show_both_sides(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UserError, match=r"run has '10\.X'.*qrels has '10', '11'"):
         check_overlap(["10.X"], ["10", "11"], "run", "qrels", "document")
     check_overlap([], ["10"], "run", "qrels", "document")
-    check_overlap(["1", "2", "3"], ["1"], "run", "qrels", "query")
-    assert "2 of 3 query ids of run are not in qrels" in caplog.text
+    check_overlap(["1", "2", "3"], ["1", "9"], "run", "qrels", "query")
+    assert "2 of 3 query ids of run are not in qrels: '2', '3'" in caplog.text
+    assert "1 of 2 query ids of qrels are not in run: '9'" in caplog.text
 
 
 def test_a_real_run_and_its_judgements(shared_data: Path) -> None:

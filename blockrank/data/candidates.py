@@ -8,9 +8,9 @@ from typing import Literal, overload
 
 from blockrank.data.collection import Collection
 from blockrank.data.documents import Documents
-from blockrank.data.trec import check_overlap, ranked
+from blockrank.data.trec import check_overlap, ranked, sample_ids
 from blockrank.errors import UserError
-from blockrank.types import CandidateList, Qrels, Query, Run
+from blockrank.types import CandidateList, Qrels, Query, Run, has_text
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ def candidate_lists(
 ) -> CandidateLists:
     """Lists of those of the split's queries that are in `run`, in the split's order, at most `depth` documents each.
 
+    Queries without text get no list. What run, split and collection do not share is told in warnings, with samples.
+
     Documents go by score, highest first; ties by document id descending, as trec_eval has it, unless the scores say
     nothing: then the run's order stands. Where the collection ignores self (ArguAna, Quora)
     a query's own id is left out before the cut. `with_positives` lets positives that the cut or the first stage left
@@ -96,8 +98,9 @@ def candidate_lists(
         raise UserError(f"depth must be at least 1, got {depth}")
     queries = collection.queries(split)
     check_overlap(queries, run, f"{collection.name} ({split})", "the run", "query")
-    found = [query for query in queries.values() if query.id in run]
+    found = _with_text([query for query in queries.values() if query.id in run], f"{collection.name} ({split})")
     qrels = collection.qrels(split)
+    _report_judged_without_document(qrels, found, collection, split)
     rankings = {query.id: run[query.id] for query in found}
     if collection.ignore_self:
         own = sum(query in ranking for query, ranking in rankings.items())
@@ -127,6 +130,29 @@ def candidate_lists(
     )
 
 
+def _with_text(queries: list[Query], where: str) -> list[Query]:
+    """The queries a ranker can read. The others get no list, so that a judged one counts as missing, and are told."""
+    silent = [query.id for query in queries if not has_text(query.text)]
+    if not silent:
+        return queries
+    log.warning("%d queries of %s have no text and get no list: %s", len(silent), where, sample_ids(silent))
+    readable = [query for query in queries if has_text(query.text)]
+    if not readable:
+        raise UserError(f"no query of {where} has any text: is this the right file of queries?")
+    return readable
+
+
+def _report_judged_without_document(qrels: Qrels, queries: list[Query], collection: Collection, split: str) -> None:
+    """Warns of positives that are not in the collection: they stay in the ideal ranking, and no list can hold them."""
+    positives = [d for query in queries for d, grade in qrels.get(query.id, {}).items() if grade > 0]
+    missing = collection.documents.missing(positives)
+    if missing:
+        log.warning(
+            "%d of %d documents judged relevant in %s (%s) are not in its collection: %s",
+            *(len(missing), len(dict.fromkeys(positives)), collection.name, split, sample_ids(missing)),
+        )
+
+
 def _equal_scores(run: Run) -> bool:
     """Whether every list of two or more has one score throughout."""
     rankings = [ranking.values() for ranking in run.values() if len(ranking) > 1]
@@ -140,7 +166,11 @@ def _with_positives(
 
     Those added get a score `step` below all others.
     """
-    positives = [d for d, grade in judged.items() if grade > 0 and d in documents]
+
+    def listable(document: str) -> bool:
+        return document in ranking or (document in documents and not documents[document].is_empty)
+
+    positives = [d for d, grade in judged.items() if grade > 0 and listable(d)]
     left_out = [d for d in positives if d not in ranking]
     if not left_out:
         return ranking
@@ -157,7 +187,7 @@ def _drop_missing(run: Run, collection: Collection, policy: Literal["error", "dr
     missing = collection.documents.missing(document for ranking in run.values() for document in ranking)
     if not missing:
         return 0
-    sample = ", ".join(map(repr, missing[:5])) + (", …" if len(missing) > 5 else "")
+    sample = sample_ids(missing, 5)
     if policy == "error":
         raise UserError(
             f"{len(missing)} documents of the run are not in {collection.name}: {sample}; use the run's own corpus, or "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,13 @@ _HEADER_WORDS = frozenset(
     | {"doc-id", "doc_id", "docid", "docno", "pid", "iteration", "iter", "q0"}
     | {"score", "rel", "relevance", "label", "grade", "judgment", "judgement", "rating"}
 )
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+"""A number in a file: ASCII digits, no underscores, neither nan nor inf, which Python's `float` all reads."""
+
+_LARGEST = 2**53
+"""Up to here a float holds every integer."""
 
 
 def read_qrels(path: str | Path) -> Qrels:
@@ -139,16 +147,23 @@ def as_qrels(qrels: Mapping[Any, Mapping[Any, Any]]) -> Qrels:
 
 
 def check_overlap(left: Iterable[str], right: Iterable[str], left_name: str, right_name: str, what: str) -> None:
-    """Raises `UserError` with sample ids of both sides when both hold ids and share none; logs a partial overlap."""
-    ours, theirs = list(dict.fromkeys(left)), list(dict.fromkeys(right))
-    shared = len(set(ours) & set(theirs))
-    if ours and theirs and not shared:
+    """Raises `UserError` with sample ids of both sides when both hold ids and share none.
+
+    Warns of ids that only one side has, with their number and a sample.
+    """
+    ours, theirs = dict.fromkeys(left), dict.fromkeys(right)
+    if ours and theirs and ours.keys().isdisjoint(theirs):
         raise UserError(
-            f"no {what} id of {left_name} is in {right_name}: {left_name} has {_sample(ours)}, "
-            f"{right_name} has {_sample(theirs)}"
+            f"no {what} id of {left_name} is in {right_name}: {left_name} has {sample_ids(list(ours))}, "
+            f"{right_name} has {sample_ids(list(theirs))}"
         )
-    if shared < len(ours):
-        log.warning("%d of %d %s ids of %s are not in %s", len(ours) - shared, len(ours), what, left_name, right_name)
+    for ids, name, others, other_name in ((ours, left_name, theirs, right_name), (theirs, right_name, ours, left_name)):
+        alone = [i for i in ids if i not in others]
+        if alone:
+            log.warning(
+                "%d of %d %s ids of %s are not in %s: %s",
+                *(len(alone), len(ids), what, name, other_name, sample_ids(alone)),
+            )
 
 
 def strictly_decreasing(scores: np.ndarray) -> np.ndarray:
@@ -179,34 +194,35 @@ def _is_header(fields: list[str]) -> bool:
 
 
 def _grade(text: str, where: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value.is_integer():
-        raise UserError(f"{where}: a grade must be an integer, got {text!r}")
+    value = _number(text)
+    if not value.is_integer() or abs(value) > _LARGEST:
+        raise UserError(f"{where}: a grade must be an integer, got {text!r:.80}")
     return int(value)
 
 
 def _score(text: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not math.isfinite(value):
-        raise UserError(f"{where}: a score must be a finite number, got {text!r}")
+        raise UserError(f"{where}: a score must be a finite number, got {text!r:.80}")
     return value
 
 
 def _rank(text: str, where: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise UserError(f"{where}: a rank must be a whole number, got {text!r}")
-    return int(text)
+    value = _number(text)
+    if not (text.isdigit() and value <= _LARGEST):
+        raise UserError(f"{where}: a rank must be a whole number, got {text!r:.80}")
+    return int(value)
+
+
+def _number(text: str) -> float:
+    """The value of `_NUMBER`; NaN for anything else, infinity for what is too large."""
+    return float(text) if _NUMBER.fullmatch(text) else math.nan
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _sample(ids: list[str], count: int = 3) -> str:
+def sample_ids(ids: Sequence[str], count: int = 3) -> str:
+    """The first ids, quoted, for a message."""
     return ", ".join(map(repr, ids[:count])) + (", …" if len(ids) > count else "")

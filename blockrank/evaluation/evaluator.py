@@ -15,7 +15,14 @@ from blockrank.data.progress import track
 from blockrank.errors import UserError
 from blockrank.evaluation.files import EvaluationFiles
 from blockrank.evaluation.journal import ScoreJournal, list_digest
-from blockrank.evaluation.metrics import DEFAULT_MEASURES, MetricsReport, evaluate, parse_measure, require_overlap
+from blockrank.evaluation.metrics import (
+    DEFAULT_MEASURES,
+    MetricsReport,
+    check_measures,
+    evaluate,
+    parse_measure,
+    require_overlap,
+)
 from blockrank.evaluation.ranking import Tail, check_documents, check_scores, rerank, select, without_self
 from blockrank.evaluation.records import EvaluationResult, ScoredLists
 from blockrank.evaluation.report import write_results
@@ -119,16 +126,22 @@ class Evaluator:
         return without_self(candidates) if self.ignore_self else candidates
 
     def _check_overlap(self) -> None:
-        """Before hours of scoring: do the lists and the qrels know each other's ids? Stops at the first that does."""
+        """Before hours of scoring: do lists and qrels know each other's ids, and can the measures be computed on them?
+
+        Stops at the first list that has a judged document.
+        """
         if self.qrels is None or self.allow_no_overlap:
             return
         judged = {str(query): {str(d): g for d, g in grades.items()} for query, grades in self.qrels.items() if grades}
         known = {document for grades in judged.values() for document in grades}
         seen: Run = {}
         for candidates in self.lists:
-            if candidates.query.id in judged and any(document.id in known for document in candidates.documents):
+            query, ids = candidates.query.id, [document.id for document in candidates.documents]
+            if query in judged and not known.isdisjoint(ids):
+                order = {query: {document: -float(rank) for rank, document in enumerate(ids)}}
+                check_measures(self.measures, {query: judged[query]}, order)
                 return
-            seen[candidates.query.id] = dict.fromkeys((document.id for document in candidates.documents), 0.0)
+            seen[query] = dict.fromkeys(ids, 0.0)
         if seen and judged:
             require_overlap(seen, judged)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -71,7 +72,10 @@ def official_measures(collection_name: str) -> tuple[str, ...]:
 
 
 def parse_measure(name: str) -> ir_measures.Measure:
-    """A measure from its ir-measures name ("nDCG@10", "AP(rel=2)"); aliases such as "MRR@10" or "MAP" are accepted."""
+    """A measure from its ir-measures name ("nDCG@10", "AP(rel=2)"); aliases such as "MRR@10" or "MAP" are accepted.
+
+    Raises `UserError` naming it when there is no such measure, or nothing installed computes it.
+    """
     try:
         measure = ir_measures.parse_measure(name)
         measure.validate_params()
@@ -79,9 +83,10 @@ def parse_measure(name: str) -> ir_measures.Measure:
         if least:
             raise ValueError(f"{least[0]} is below 1")
         supported = any(p.is_available() and p.supports(measure) for p in ir_measures.DefaultPipeline.providers)
-    except (ValueError, NameError, SyntaxError, AssertionError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever a parser or a provider makes of a wrong name
+        reason = re.sub(r"=<object object at \w+>", " is missing", " ".join(str(error).split()))
         raise UserError(
-            f"unknown measure {name!r} ({error}); write it as ir-measures does, e.g. nDCG@10, RR@10"
+            f"unknown measure {name!r} ({reason}); write it as ir-measures does, e.g. nDCG@10, RR@10"
         ) from error
     if not supported:
         raise UserError(f"measure {name!r} needs a cutoff or a package that is not installed; e.g. P@1, R@100, nDCG@10")
@@ -236,6 +241,11 @@ def require_overlap(run: Mapping[str, Mapping[str, float]], judged: Qrels) -> No
         raise UserError(_no_overlap("document", retrieved, list(judged_documents)))
 
 
+def check_measures(measures: Sequence[str], qrels: Qrels, run: Run) -> None:
+    """Raises `UserError` for a measure that cannot be computed on this sample of what will be measured."""
+    _measure([parse_measure(name) for name in measures], qrels, run)
+
+
 def _no_overlap(kind: str, in_run: list[str], in_qrels: list[str]) -> str:
     return (
         f"run and qrels have no {kind} id in common: the run has {sorted(in_run)[:3] or 'none'}, "
@@ -248,7 +258,7 @@ def _measure(
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Per-query values (every query of the qrels, every measure) and their aggregates."""
     values: dict[str, dict[str, float]] = {query: {str(m): float(m.DEFAULT) for m in measures} for query in qrels}
-    for metric in ir_measures.iter_calc(measures, qrels, run):
+    for metric in _calculate(measures, qrels, run):
         if not math.isfinite(metric.value):
             raise UserError(
                 f"measure {metric.measure} is not finite for query {metric.query_id!r}; choose another measure"
@@ -263,6 +273,19 @@ def _measure(
     return values, means
 
 
+def _calculate(measures: list[ir_measures.Measure], qrels: Qrels, run: Run) -> list[ir_measures.Metric]:
+    """The providers' values. What they raise (for odd ids, or values that do not exist) becomes a `UserError`."""
+    try:
+        return list(ir_measures.iter_calc(measures, qrels, run))
+    except Exception as error:
+        if len(measures) > 1:
+            return [metric for measure in measures for metric in _calculate([measure], qrels, run)]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(
+            f"measure {measures[0]} cannot be computed for these queries ({reason}); choose another measure"
+        ) from error
+
+
 def _warn(counts: Counts, missing: str, run: Run, judged: Qrels) -> tuple[str, ...]:
     warnings = []
     if counts.missing:
@@ -274,6 +297,15 @@ def _warn(counts: Counts, missing: str, run: Run, judged: Qrels) -> tuple[str, .
     unjudged = sorted(query for query in run if query not in judged)
     if unjudged:
         warnings.append(f"{len(unjudged)} of {len(run)} queries of the run have no judgement, left out: {unjudged[:3]}")
+    strange = [
+        query for query, documents in judged.items() if run.get(query) and documents.keys().isdisjoint(run[query])
+    ]
+    if strange:
+        ids = [sorted(side[strange[0]])[:3] for side in (run, judged)]
+        warnings.append(
+            f"{len(strange)} of {counts.in_run} judged queries in the run list no judged document: {strange[:3]} "
+            f"(of {strange[0]!r} the run has {ids[0]}, the qrels have {ids[1]})"
+        )
     if counts.self_documents:
         warnings.append(f"{counts.self_documents} documents that bear their query's id were dropped (ignore_self)")
     for warning in warnings:
