@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ _BLANK = frozenset(
 joiners, variation selectors, tags) and the blank Braille pattern."""
 
 
+@lru_cache(maxsize=2**16)
 def is_visible(character: str) -> bool:
     """Whether a character is more than space, control or format: something that a reader could see."""
     return unicodedata.category(character) not in ("Zs", "Zl", "Zp", "Cc", "Cf") and character not in _BLANK

@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no_deadline", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("no_deadline")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

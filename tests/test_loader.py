@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_candidates import Small
 from test_sampling import full_run, numbered, training_lists
 
+from blockrank.data.candidates import candidate_lists
 from blockrank.data.loader import TrainingIterator, training_iterator
 from blockrank.data.sampling import TrainingLists
 from blockrank.errors import UserError
@@ -151,3 +153,15 @@ def test_an_error_in_transform_reaches_the_caller() -> None:
 def test_wrong_settings_are_named(settings: dict[str, int], hint: str) -> None:
     with pytest.raises(UserError, match=hint):
         iterator(queries(4), **settings)
+
+
+def test_changed_text_is_refused_on_resume() -> None:
+    def lists(query: str, text: str) -> TrainingLists:
+        collection = Small({**numbered(6), "d3": text}, {"q": query}, {"q": {"d0": 1}})
+        return TrainingLists(candidate_lists(collection, {"q": full_run(numbered(6))}, "test"))
+
+    state = iterator(lists("query", "text 3")).get_state()
+    iterator(lists("query", "text 3")).set_state(state)
+    for changed in (lists("other query", "text 3"), lists("query", "text three")):
+        with pytest.raises(UserError, match="does not continue this one: lists was"):
+            iterator(changed).set_state(state)

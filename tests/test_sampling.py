@@ -140,6 +140,26 @@ def test_short_runs_are_topped_up_with_random_documents_or_stay_short() -> None:
     assert sorted(ids(short.sample(0, 0, num_candidates=6, seed=0))) == ["d0", "d1", "d2"]
 
 
+@pytest.mark.parametrize("num_candidates", [4, 40])
+def test_topping_up_never_adds_a_positive_a_judged_document_or_the_query_itself(num_candidates: int) -> None:
+    texts = {**numbered(8), "q": "the query's own text"}
+    qrels = {"q": {"d0": 1, "d1": 2, "d2": 1, "d3": 0}}
+    collection = Small(texts, {"q": "query"}, qrels, ignore_self=True)
+    lists = TrainingLists(
+        candidate_lists(collection, {"q": {"q": 2.0, "d4": 1.0}}, "test"), SamplingConfig(min_grade=2)
+    )
+    for epoch in range(30):
+        drawn = lists.sample(0, epoch, num_candidates=num_candidates, seed=0)
+        assert set(ids(drawn)) <= {"d1", "d3", "d4", "d5", "d6", "d7"}
+        assert len(set(ids(drawn))) == len(drawn) == min(num_candidates, 6)
+        assert drawn.relevance is not None
+        assert [d for d, grade in zip(ids(drawn), drawn.relevance, strict=True) if grade] == ["d1"]
+    assert lists.counts["topped_up"] > 0
+    chance = Small(texts, {"q": "query"}, qrels)
+    lists = TrainingLists(candidate_lists(chance, {"q": {"d4": 1.0}}, "test"))
+    assert "q" in ids(lists.sample(0, 0, num_candidates=40, seed=0))
+
+
 def test_a_collection_smaller_than_a_list_gives_a_short_list() -> None:
     texts = numbered(3)
     lists = training_lists(texts, {"q": {}}, {"q": {"d0": 1}})
@@ -152,6 +172,18 @@ def test_empty_documents_are_no_negatives() -> None:
     lists = training_lists(texts, {"q": full_run(texts)}, {"q": {"p": 1}}, SamplingConfig(top_up=False))
     assert sorted(ids(lists.sample(0, 0, num_candidates=3, seed=0))) == ["n", "p"]
     assert lists.counts["empty_negatives"] == 1
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "\u200b", "\ufeff\0"])
+def test_positives_without_text_are_left_out_counted_and_told(nothing: str, caplog: pytest.LogCaptureFixture) -> None:
+    texts = {**numbered(5), "e": nothing}
+    run = {q: full_run(texts) for q in "abc"}
+    lists = training_lists(texts, run, {"a": {"d0": 1, "e": 1}, "b": {"e": 1}, "c": {"d1": 1}})
+    assert ([lists.query_id(i) for i in range(len(lists))], lists.skipped, lists.empty_positives) == (["a", "c"], 1, 1)
+    assert "1 positives have no text and are left out: 'e'" in caplog.text
+    assert all("e" not in ids(lists.sample(0, epoch, num_candidates=3, seed=0)) for epoch in range(10))
+    with pytest.raises(UserError, match="1 of 1 queries have no positive"):
+        training_lists(texts, {"b": full_run(texts)}, {"b": {"e": 1}})
 
 
 def test_queries_without_a_positive_are_skipped_counted_and_refused_above_a_rate() -> None:
@@ -178,6 +210,46 @@ def test_the_fingerprint_follows_data_and_settings() -> None:
         assert other.fingerprint != base.fingerprint
 
 
+CHANGES: dict[str, tuple[dict[str, str], dict[str, str], Qrels]] = {
+    "query text": ({}, {"q0": "other"}, {}),
+    "positive's text": ({"d0": "other"}, {}, {}),
+    "candidate's text": ({"d1": "other"}, {}, {}),
+    "text only top-up can draw": ({"d399": "other"}, {}, {}),
+    "grade of a candidate": ({}, {}, {"q0": {"d0": 1, "d1": 1}}),
+    "grade without effect on the positives": ({}, {}, {"q0": {"d0": 2}}),
+    "one more document": ({"new": "text"}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_fingerprint_follows_texts_and_grades(
+    change: tuple[dict[str, str], dict[str, str], Qrels], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:
+        monkeypatch.setattr("blockrank.data.sampling.WHOLE_COLLECTION", 10)
+
+    def fingerprint(texts: dict[str, str], queries: dict[str, str], qrels: Qrels) -> str:
+        run = {q: {f"d{i}": -float(i) for i in range(5)} for q in ("q0", "q1")}
+        collection = Small(
+            {**numbered(400), **texts}, {"q0": "x", "q1": "y", **queries}, {"q0": {"d0": 1}, "q1": {"d0": 1}, **qrels}
+        )
+        return TrainingLists(candidate_lists(collection, run, "test")).fingerprint
+
+    assert fingerprint({}, {}, {}) == fingerprint({}, {}, {})
+    assert fingerprint(*change) != fingerprint({}, {}, {})
+
+
+def test_the_fingerprint_of_a_large_collection_reads_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WHOLE_COLLECTION", 100), ("FINGERPRINT_LISTS", 2), ("FINGERPRINT_CANDIDATES", 3)):
+        monkeypatch.setattr(f"blockrank.data.sampling.{name}", value)
+    texts = numbered(1000)
+    lists = training_lists(texts, {f"q{i}": full_run(texts) for i in range(9)}, {f"q{i}": {"d0": 1} for i in range(9)})
+    read = [document.id for document in lists._fingerprinted()]
+    assert len(read) == 2 * 3 + 2 * 3
+    assert read[:3] == ["d0", "d1", "d2"]
+
+
 def test_settings_out_of_range_are_refused() -> None:
     settings: tuple[dict[str, Any], ...] = ({"min_grade": 0}, {"max_positives": 0}, {"max_skipped_rate": 1.5})
     for wrong in settings:
@@ -193,3 +265,31 @@ def test_normalized_text_ignores_case_space_and_where_the_title_ends() -> None:
     assert normalized_text(Document("a", "of  THE\n sea", "Old man")) == normalized_text(
         Document("b", "old Man of the Sea")
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("caf\u00e9", "cafe\u0301"),
+        ("\u212b", "\u00c5"),
+        ("\uff21\uff22\uff23", "abc"),
+        ("o\ufb03ce", "OFFICE"),
+        ("stra\u00dfe", "STRASSE"),
+        ("co\u00adop\u200b", "coop"),
+        ("\ufeffa \u2060 b", "a b"),
+        ("\uac00", "\u1100\u1161"),
+        ("a\u00a0b", "a b"),
+        ("heart\u2764\ufe0f", "heart\u2764"),
+    ],
+)
+def test_texts_that_look_the_same_are_the_same(one: str, other: str) -> None:
+    assert normalized_text(Document("a", one)) == normalized_text(Document("b", other))
+    texts = {"p": one, "copy": other, "n": "something else"}
+    lists = training_lists(texts, {"q": full_run(texts)}, {"q": {"p": 1}}, SamplingConfig(top_up=False))
+    assert sorted(ids(lists.sample(0, 0, num_candidates=3, seed=0))) == ["n", "p"]
+    assert lists.counts["false_negatives"] == 1
+
+
+def test_texts_that_differ_stay_apart() -> None:
+    texts = ("resume", "r\u00e9sum\u00e9", "re sume", "resume.", "\u65e5\u672c", "")
+    assert len({normalized_text(Document("d", text)) for text in texts}) == len(texts)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockrank.data.trec import as_qrels, as_run, check_overlap, ranked, read_qrels, read_run, write_run
+from blockrank.data.trec import as_run, check_overlap, ranked, read_qrels, read_run, write_run
 from blockrank.errors import UserError
 
 TWO = {"q1": {"d1": 1}, "q2": {"d2": 0}}
@@ -200,7 +200,9 @@ def test_a_run_reads_back_in_the_order_it_was_written(tmp_path_factory: pytest.T
 
 def test_ids_and_scores_of_any_number_type_meet_at_one_boundary() -> None:
     assert as_run({1: {10: np.float32(0.5)}}) == {"1": {"10": 0.5}}
-    assert as_qrels({np.int64(1): {"10": np.int64(1)}}) == {"1": {"10": 1}}
+    for wrong in ("1_0", b"1", None, [1.0, 2.0]):
+        with pytest.raises(UserError, match=r"run, query 'q', document 'd': the score .* is not a number"):
+            as_run({"q": {"d": wrong}})
 
 
 def test_disjoint_ids_show_both_sides(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from blockrank.data.candidates import CandidateLists
 from blockrank.data.files import hash64
+from blockrank.data.progress import track
+from blockrank.data.trec import sample_ids
 from blockrank.errors import UserError
-from blockrank.types import CandidateList, Document
+from blockrank.types import CandidateList, Document, is_visible
 
 log = logging.getLogger(__name__)
 
 _TOP_UP_TRIES = 20
+
+WHOLE_COLLECTION = 20_000
+"""Up to so many documents, a fingerprint reads them all."""
+
+FINGERPRINT_LISTS = 256
+FINGERPRINT_CANDIDATES = 16
+"""Of larger collections it reads the first candidates of so many lists, and as many documents of the collection."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,12 @@ class SamplingConfig:
 class TrainingLists:
     """The queries of `candidates` that have a positive, and the lists drawn for them.
 
-    `skipped` counts queries without a positive. `counts` counts while lists are drawn: `false_negatives` (dropped,
-    their text is a positive's), `empty_negatives` (dropped), `topped_up` (random documents added), `short` (lists that
-    stayed short).
+    A positive is a document of the collection that has text: one without could be neither read nor found.
+    `empty_positives` counts those left out for that, `skipped` the queries left without a positive. `counts` counts
+    while lists are drawn: `false_negatives` (dropped, their text is a positive's), `empty_negatives` (dropped),
+    `topped_up` (random documents added), `short` (lists that stayed short).
+
+    Reads every positive once.
 
     Raises `UserError` when more than `max_skipped_rate` of the queries, or all, have no positive.
     """
@@ -57,17 +72,14 @@ class TrainingLists:
         self.config = config or SamplingConfig()
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        documents, qrels = candidates.documents, candidates.qrels
         wanted = [
-            [d for d, grade in qrels.get(query.id, {}).items() if grade >= self.config.min_grade]
+            [d for d, grade in candidates.qrels.get(query.id, {}).items() if grade >= self.config.min_grade]
             for query in candidates.queries
         ]
-        absent = set(documents.missing(d for positives in wanted for d in positives))
-        positives = [tuple(d for d in ids if d not in absent) for ids in wanted]
+        usable = self._read_positives([d for ids in wanted for d in ids])
+        positives = [tuple(d for d in ids if d in usable) for ids in wanted]
         self._lists = [(index, ids) for index, ids in enumerate(positives) if ids]
         self.skipped = len(positives) - len(self._lists)
-        if absent:
-            log.warning("%d positives have no text in the collection, e.g. %r", len(absent), min(absent))
         if self.skipped:
             log.warning("%d of %d queries have no positive and are skipped", self.skipped, len(positives))
         if not self._lists or self.skipped > self.config.max_skipped_rate * len(positives):
@@ -84,14 +96,61 @@ class TrainingLists:
         """The query of list `index`."""
         return self.candidates.queries[self._lists[index][0]].id
 
-    @property
+    def _read_positives(self, ids: list[str]) -> set[str]:
+        """Those of `ids` that are documents with text. The others are told."""
+        absent, empty, usable = [], [], set()
+        texts = hashlib.blake2b(digest_size=16)
+        unique = dict.fromkeys(ids)
+        with track("reading positives", len(unique)) as advance:
+            for i in unique:
+                document = self.candidates.documents.get(i)
+                if document is None:
+                    absent.append(i)
+                elif document.is_empty:
+                    empty.append(i)
+                else:
+                    usable.add(i)
+                    _hash(texts, document)
+                advance(1)
+        for kind, missing in (("are not in the collection", absent), ("have no text", empty)):
+            if missing:
+                log.warning("%d positives %s and are left out: %s", len(missing), kind, sample_ids(missing))
+        self.empty_positives = len(empty)
+        self._positive_texts = texts.hexdigest()
+        return usable
+
+    @cached_property
     def fingerprint(self) -> str:
-        """A hash of queries, candidates, positives and settings: equal lists are drawn where it is equal."""
+        """A hash of what lists are drawn from; where it is equal, equal lists are drawn.
+
+        It covers settings, texts and ids of the queries, candidates, grades and the text of every positive. Other
+        documents' texts are covered whole in collections of up to `WHOLE_COLLECTION` documents. Of larger ones, which
+        stream, a fixed sample is read: the first `FINGERPRINT_CANDIDATES` candidates of `FINGERPRINT_LISTS` lists, and
+        as many documents evenly spread over the collection. A text changed outside the sample goes unnoticed.
+        """
         content = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        content.update(self._positive_texts.encode())
+        content.update(str(len(self.candidates.documents)).encode())
         for index, positives in self._lists:
-            ids = (self.candidates.queries[index].id, *self.candidates.ranking(index), "", *positives)
-            content.update("\0".join(ids).encode("utf-8", "surrogatepass"))
+            query = self.candidates.queries[index]
+            grades = sorted(self.candidates.qrels[query.id].items())
+            drawn_from = (query.id, query.text, self.candidates.ranking(index), positives, grades)
+            content.update(repr(drawn_from).encode("utf-8", "surrogatepass"))
+        for document in self._fingerprinted():
+            _hash(content, document)
         return content.hexdigest()
+
+    def _fingerprinted(self) -> Iterator[Document]:
+        """The documents whose text the fingerprint covers, positives aside."""
+        documents = self.candidates.documents
+        if len(documents) <= WHOLE_COLLECTION:
+            yield from documents.scan()
+            return
+        for place in _spread(len(self._lists), FINGERPRINT_LISTS):
+            for i in self.candidates.ranking(self._lists[place][0])[:FINGERPRINT_CANDIDATES]:
+                yield documents[i]
+        for position in _spread(len(documents), FINGERPRINT_LISTS * FINGERPRINT_CANDIDATES):
+            yield documents.pick(position)
 
     def sample(self, index: int, epoch: int, *, num_candidates: int, seed: int) -> CandidateList:
         """List `index` as `epoch` sees it: at most `num_candidates` documents in random order, judged, without scores.
@@ -154,5 +213,22 @@ class TrainingLists:
 
 
 def normalized_text(document: Document) -> str:
-    """Title and text in lower case with single spaces: documents equal in this are the same to a judge."""
-    return " ".join(f"{document.title} {document.text}".casefold().split())
+    """Title and text as a reader tells them apart: documents equal in this are the same to a judge.
+
+    Unicode's compatibility form (NFKC), so that composed and decomposed accents or full-width letters are one; lower
+    case; no invisible characters; single spaces.
+    """
+    text = unicodedata.normalize("NFKC", f"{document.title} {document.text}").casefold()
+    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    if text.isascii() and text.isprintable():
+        return text
+    return " ".join("".join(c for c in text if c == " " or is_visible(c)).split())
+
+
+def _spread(size: int, count: int) -> range | list[int]:
+    """At most `count` of 0 ... size - 1, evenly spread."""
+    return range(size) if size <= count else [i * size // count for i in range(count)]
+
+
+def _hash(content: hashlib.blake2b, document: Document) -> None:
+    content.update(repr((document.id, document.title, document.text)).encode("utf-8", "surrogatepass"))

@@ -131,19 +131,26 @@ def ranked(ranking: Mapping[str, float], ties: Literal["document", "input"] = "i
 
 
 def as_run(run: Mapping[Any, Mapping[Any, Any]]) -> Run:
-    """A run with str ids and float scores, from one with int ids, NumPy scalars and the like."""
+    """A run with str ids and float scores, from one with int ids, NumPy scalars and the like.
+
+    Raises `UserError` naming the query for anything else, texts of numbers included.
+    """
     return {
-        as_id(_plain(q), "run"): {as_id(_plain(d), f"run, query {q!r}"): float(s) for d, s in ranking.items()}
+        as_id(_plain(q), "run"): {
+            as_id(_plain(d), f"run, query {q!r}"): _as_score(s, f"run, query {q!r}, document {d!r}")
+            for d, s in ranking.items()
+        }
         for q, ranking in run.items()
     }
 
 
-def as_qrels(qrels: Mapping[Any, Mapping[Any, Any]]) -> Qrels:
-    """Judgements with str ids and int grades, from int ids, NumPy scalars and the like."""
-    return {
-        as_id(_plain(q), "qrels"): {as_id(_plain(d), f"qrels, query {q!r}"): int(g) for d, g in judged.items()}
-        for q, judged in qrels.items()
-    }
+def _as_score(value: Any, where: str) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise UserError(f"{where}: the score {value!r:.80} is not a number")
 
 
 def check_overlap(left: Iterable[str], right: Iterable[str], left_name: str, right_name: str, what: str) -> None:
