@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ from blockrank.layout import Packing
 from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate
 from blockrank.sources import make_ranker, open_source
-from blockrank.types import CandidateList, Document, ListScores, Query, Ranker
+from blockrank.training.initial import check_vocabulary
+from blockrank.types import CandidateList, Document, ListScores, Query, Ranker, has_text
+
+log = logging.getLogger(__name__)
 
 DocumentLike: TypeAlias = str | Document | Mapping[str, Any]
 """A text, a `Document`, or a mapping with `text`, `title` or both (null is empty; other keys are left alone)."""
@@ -103,8 +107,10 @@ class Reranker:
             "query_tokens": query_tokens,
             "long_documents": long_documents,
         }
+        source = open_source(path_or_name, dtype=jnp.dtype(dtype))
+        check_vocabulary(source.model.config, source.tokenizer)
         loaded = make_ranker(
-            open_source(path_or_name, dtype=jnp.dtype(dtype)),
+            source,
             template=None if prompt is None else PromptTemplate.from_yaml(prompt),
             preset=preset,
             settings={key: value for key, value in settings.items() if value is not None},
@@ -115,48 +121,45 @@ class Reranker:
     def rank(
         self,
         query: str,
-        docs: Sequence[DocumentLike],
-        doc_ids: Sequence[str | int] | None = None,
-        metadata: Sequence[Any] | None = None,
+        docs: Iterable[DocumentLike],
+        doc_ids: Iterable[str | int] | None = None,
+        metadata: Iterable[Any] | None = None,
         top_k: int | None = None,
     ) -> RankedResults:
         """The documents of one list, best first; ties keep input order and documents without text come last.
 
         `doc_ids` default to the ids of `Document`s and, for others, to places in the input.
-        `top_k` of None, or beyond the list, returns all.
+        `top_k` of None, or beyond the list, returns all. Raises `UserError` for a query without text and for values
+        of a wrong type or number; documents without text are told in a warning.
         """
         ids, extra = None if doc_ids is None else [doc_ids], None if metadata is None else [metadata]
         return self.rank_batch([query], [docs], ids, extra, top_k)[0]
 
     def rank_batch(
         self,
-        queries: Sequence[str],
-        docs: Sequence[Sequence[DocumentLike]],
-        doc_ids: Sequence[Sequence[str | int]] | None = None,
-        metadata: Sequence[Sequence[Any]] | None = None,
+        queries: Iterable[str],
+        docs: Iterable[Iterable[DocumentLike]],
+        doc_ids: Iterable[Iterable[str | int]] | None = None,
+        metadata: Iterable[Iterable[Any]] | None = None,
         top_k: int | None = None,
     ) -> list[RankedResults]:
         """`rank` for several lists, which may differ in length, run together."""
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 0):
             raise UserError(f"top_k={top_k!r} must be None or a number from 0 on")
-        docs = [_as_list(documents) for documents in docs]
-        if len(queries) != len(docs):
-            raise UserError(f"{len(queries)} queries for {len(docs)} lists of documents")
-        for name, values in (("doc_ids", doc_ids), ("metadata", metadata)):
-            if values is not None and [len(v) for v in values] != [len(d) for d in docs]:
-                raise UserError(f"{name} must name every document of every list, once each")
-        lists = [
-            _candidate_list(query, documents, None if doc_ids is None else doc_ids[i])
-            for i, (query, documents) in enumerate(zip(queries, docs, strict=True))
-        ]
+        questions = _as_list(queries, "queries", "queries")
+        given = [_as_list(documents, "docs", "documents") for documents in _as_list(docs, "docs", "lists")]
+        if len(questions) != len(given):
+            raise UserError(f"{len(questions)} queries for {len(given)} lists of documents")
+        ids, extra = _per_document(doc_ids, "doc_ids", given), _per_document(metadata, "metadata", given)
+        lists = [_candidate_list(*row) for row in zip(questions, given, ids, strict=True)]
         return [
-            self._results(candidates, scores, docs[i], None if metadata is None else metadata[i], top_k)
-            for i, (candidates, scores) in enumerate(zip(lists, self._score(lists), strict=True))
+            self._results(candidates, scores, documents, known, top_k)
+            for candidates, scores, documents, known in zip(lists, self._score(lists), given, extra, strict=True)
         ]
 
-    def score(self, query: str, docs: Sequence[DocumentLike]) -> np.ndarray:
+    def score(self, query: str, docs: Iterable[DocumentLike]) -> np.ndarray:
         """Scores in input order, float32 [N]; higher is better."""
-        candidates = _candidate_list(query, _as_list(docs), None)
+        candidates = _candidate_list(query, _as_list(docs, "docs", "documents"), None)
         return check_scores(self.ranker.name, candidates, self._score([candidates])[0])
 
     def _score(self, lists: list[CandidateList]) -> list[ListScores]:
@@ -196,19 +199,41 @@ class Reranker:
         )
 
 
-def _as_list(docs: Iterable[DocumentLike]) -> list[DocumentLike]:
-    if isinstance(docs, str | bytes | Mapping) or not isinstance(docs, Iterable):
-        raise UserError(f"docs must be a list of documents, not {docs!r:.80}")
-    return list(docs)
+def _as_list(values: Iterable[Any], name: str, what: str) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise UserError(f"{name} must be a list of {what}, not {values!r:.80}")
+    return list(values)
+
+
+def _per_document(
+    values: Iterable[Iterable[Any]] | None, name: str, docs: list[list[DocumentLike]]
+) -> list[list[Any] | None]:
+    """For each list of documents its row of `values`, or None where there are none."""
+    if values is None:
+        return [None] * len(docs)
+    rows = [_as_list(row, name, "one value per document") for row in _as_list(values, name, "lists")]
+    if [len(row) for row in rows] != [len(documents) for documents in docs]:
+        raise UserError(f"{name} must name every document of every list, once each")
+    return rows
 
 
 def _candidate_list(query: str, docs: Sequence[DocumentLike], doc_ids: Sequence[str | int] | None) -> CandidateList:
-    if not isinstance(query, str) or not query.strip():
-        raise UserError(f"query {query!r} is empty or no text")
+    if not isinstance(query, str) or not has_text(query):
+        raise UserError(f"query {query!r:.80} is empty or no text")
     own = [doc.id if isinstance(doc, Document) else str(i) for i, doc in enumerate(docs)]
-    ids = own if doc_ids is None else doc_ids
-    documents = tuple(_document(doc, str(doc_id), i) for i, (doc, doc_id) in enumerate(zip(docs, ids, strict=True)))
+    ids = own if doc_ids is None else [_doc_id(value, i) for i, value in enumerate(doc_ids)]
+    documents = tuple(_document(doc, doc_id, i) for i, (doc, doc_id) in enumerate(zip(docs, ids, strict=True)))
+    empty = [i for i, document in enumerate(documents) if document.is_empty]
+    if empty:
+        sample = ", ".join(f"docs[{i}]" for i in empty[:5]) + (", …" if len(empty) > 5 else "")
+        log.warning("%d of %d documents have no text and come last: %s", len(empty), len(documents), sample)
     return CandidateList(Query("", query), documents)
+
+
+def _doc_id(value: Any, index: int) -> str:
+    if isinstance(value, str | int | np.integer) and not isinstance(value, bool):
+        return str(value)
+    raise UserError(f"doc_ids[{index}] must be a string or a whole number, not {value!r:.80}")
 
 
 def _document(doc: DocumentLike, doc_id: str, index: int) -> Document:

@@ -108,6 +108,55 @@ def test_other_bad_input_is_told():
         Reranker.from_pretrained("smollm2", dtype="float8")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"queries": "ab", "docs": [["a"], ["b"]]}, "queries must be a list of queries, not 'ab'"),
+        ({"queries": None, "docs": [["a"]]}, "queries must be a list"),
+        ({"queries": {"q": 1}, "docs": [["a"]]}, "queries must be a list"),
+        ({"queries": ["q"], "docs": "a"}, "docs must be a list of lists"),
+        ({"queries": ["q"], "docs": ["a"]}, "docs must be a list of documents, not 'a'"),
+        ({"queries": ["q"], "docs": 3}, "docs must be a list"),
+        ({"queries": ["q", 5], "docs": [["a"], ["b"]]}, "query 5 is empty or no text"),
+        ({"queries": ["q", "\u200b"], "docs": [["a"], ["b"]]}, "is empty or no text"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": "1"}, "doc_ids must be a list"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": ["1"]}, "doc_ids must be a list of one value per document"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": 1}, "doc_ids must be a list"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": [["1", "2"]]}, "doc_ids must name every document"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": []}, "doc_ids must name every document"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": [[None]]}, r"doc_ids\[0\] must be a string"),
+        ({"queries": ["q"], "docs": [["a"]], "doc_ids": [[1.5]]}, r"doc_ids\[0\] must be a string"),
+        ({"queries": ["q"], "docs": [["a"]], "metadata": [{"x": 1}]}, "metadata must be a list"),
+        ({"queries": ["q"], "docs": [["a"]], "metadata": [[]]}, "metadata must name every document"),
+        ({"queries": ["q"], "docs": [["a"]], "top_k": "1"}, "top_k"),
+        ({"queries": ["q"], "docs": [["a"]], "top_k": True}, "top_k"),
+    ],
+)
+def test_values_of_a_wrong_type_are_told(arguments, message):
+    ranker = LengthRanker()
+    with pytest.raises(UserError, match=message):
+        Reranker(ranker).rank_batch(**arguments)
+    assert ranker.calls == 0
+
+
+def test_any_iterable_will_do():
+    results = Reranker(LengthRanker()).rank("q", iter(["a", "bb"]), doc_ids=iter([1, "x"]), metadata=(m for m in "mn"))
+    assert [(r.doc_id, r.metadata) for r in results] == [("x", "n"), ("1", "m")]
+    batch = Reranker(LengthRanker()).rank_batch(
+        iter(["q", "r"]), iter([iter(["a"]), ["bb", "c"]]), (iter(i) for i in ([np.int64(7)], ["x", "y"]))
+    )
+    assert [[r.doc_id for r in results] for results in batch] == [["7"], ["x", "y"]]
+
+
+def test_documents_without_text_are_told_and_come_last(caplog):
+    results = Reranker(LengthRanker()).rank("q", ["\u200b\u200b", "x", {"title": "\ufeff"}, "\0" * 9])
+    assert [r.index for r in results] == [1, 0, 2, 3]
+    assert "3 of 4 documents have no text and come last: docs[0], docs[2], docs[3]" in caplog.text
+    caplog.clear()
+    Reranker(LengthRanker()).rank("q", ["x"])
+    assert caplog.text == ""
+
+
 @pytest.fixture(scope="module")
 def attention_reranker() -> Reranker:
     """SmolLM2's tokenizer over a random decoder of two small layers."""

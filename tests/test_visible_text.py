@@ -78,7 +78,7 @@ def test_invisible_characters_beside_visible_ones_reach_the_model() -> None:
 @nothing
 def test_such_documents_rank_last_and_keep_their_order(text: str) -> None:
     documents = tuple(Document(f"d{i}", t) for i, t in enumerate((text, "a", text, "b")))
-    order = rerank_order(CandidateList(Query("q", "x"), documents), np.array([9, 1, 8, 2], np.float32))
+    order = rerank_order(CandidateList(Query("q", "x"), documents), np.array([8, 1, 9, 2], np.float32))
     assert order.tolist() == [3, 1, 0, 2]
 
 

@@ -12,7 +12,7 @@ from blockrank.errors import UserError
 from blockrank.evaluation.metrics import count_ties
 from blockrank.types import CandidateList, ListScores
 
-RANKING_RULE = "score descending, ties by first-stage order, documents without text last"
+RANKING_RULE = "score descending, ties by first-stage order, documents without text last in first-stage order"
 Tail = Literal["drop", "keep"]
 
 
@@ -76,7 +76,7 @@ def check_scores(ranker: str, candidates: CandidateList, result: ListScores) -> 
 def rerank_order(candidates: CandidateList, scores: np.ndarray, *, empty_last: bool = True) -> np.ndarray:
     """Indices of the first len(scores) candidates by `RANKING_RULE`, best first."""
     empty = np.array([empty_last and document.is_empty for document in candidates.documents[: len(scores)]], bool)
-    return np.lexsort((np.arange(len(scores)), -scores.astype(np.float64), empty))
+    return np.lexsort((np.arange(len(scores)), np.where(empty, 0.0, -scores.astype(np.float64)), empty))
 
 
 def rerank(candidates: CandidateList, scores: np.ndarray, *, tail: Tail = "drop", empty_last: bool = True) -> Reranking:
