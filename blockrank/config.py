@@ -6,20 +6,21 @@ without a value, or a value of another type is an error that names the key; so n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from blockrank.errors import UserError
+from blockrank.errors import FieldError, UserError
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             return hydra.compose(config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_one_line(error)) from error
+        raise UserError(_composition_problem(error)) from error
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -85,6 +86,7 @@ def entry(config_name: str, schema: type[T]) -> Callable[[Callable[[T], int | No
 
 def _start(config_name: str, schema: type[T], run: Callable[[T], int | None], arguments: Sequence[str]) -> int:
     import hydra
+    from hydra.errors import HydraException
 
     status: list[int] = []
     start = Path.cwd()
@@ -102,15 +104,36 @@ def _start(config_name: str, schema: type[T], run: Callable[[T], int | None], ar
 
     try:
         check_overrides([a for a in arguments if "=" in a and not a.startswith("-")])
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(task)()
+        with _hydra_raises():
+            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(task)()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (HydraException, OmegaConfBaseException) as error:
+        if status:
+            raise
+        print(f"error: {_composition_problem(error)}", file=sys.stderr)
         return 2
     except SystemExit as stop:
         if stop.code == 1 and not status:
             return 2
         raise
     return max(status, default=0)
+
+
+@contextlib.contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Has Hydra raise what goes wrong while it composes, where it would print many lines and exit."""
+    name = "HYDRA_FULL_ERROR"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def build(cls: type[T], cfg: DictConfig | Mapping[str, Any], key: str = "") -> T:
@@ -159,8 +182,12 @@ def _dataclass(cls: type[T], value: Any, key: str) -> T:
             raise UserError(f"missing config key {_join(key, name)}")
     try:
         return cls(**arguments)
-    except UserError:
-        raise
+    except FieldError as error:
+        raise UserError(f"config key {_join(key, error.field)}: {error.problem}") from error
+    except UserError as error:
+        if not key or f"{key}." in str(error):
+            raise
+        raise UserError(f"config key {key}: {error}") from error
     except ValueError as error:
         raise UserError(f"config key {key or '(root)'}: {error}") from error
 
@@ -237,6 +264,15 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
 
 def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
+
+
+def _composition_problem(error: Exception) -> str:
+    """What Hydra could not compose, in a line; with the choices there are for a group."""
+    file, options = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
+    if isinstance(file, str) and options:
+        group, _, name = file.rpartition("/")
+        return f"{group}={name}: no such choice; {group} is one of {', '.join(sorted(options))}"
+    return _one_line(error)
 
 
 def _one_line(error: Exception) -> str:

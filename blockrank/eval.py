@@ -20,15 +20,16 @@ from rich.console import Console
 
 from blockrank.config import entry, to_plain
 from blockrank.data.collection import Collection, CollectionConfig
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least, between
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.evaluation.metrics import official_measures
 from blockrank.models.loading import weights_fingerprint
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker, AttentionSettings
+from blockrank.rankers.probe import check_ranking
 from blockrank.sources import Source, make_ranker, open_source
-from blockrank.training.initial import ModelConfig
+from blockrank.training.initial import ModelConfig, check_vocabulary
 from blockrank.training.recipe import HeldOutConfig
 
 
@@ -78,6 +79,10 @@ class EvalConfig(TrainingSections):
     baseline: bool
     overwrite: bool
     test: HeldOutConfig | None = None
+
+    def __post_init__(self) -> None:
+        between(self, 0, 2**32 - 1, "seed")
+        at_least(self, 1, "depth", "max_queries", "batch_size")
 
     def held_out(self, collection: Collection) -> HeldOutConfig:
         """The lists to measure on."""
@@ -130,7 +135,8 @@ def _ranker(config: EvalConfig) -> AttentionRanker:
     else:
         assert config.model is not None
         source = Source(config.model.load(config.seed), config.model.load_tokenizer())
-    return make_ranker(
+    check_vocabulary(source.model.config, source.tokenizer)
+    ranker = make_ranker(
         source,
         template=None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),
         preset=config.preset,
@@ -138,6 +144,9 @@ def _ranker(config: EvalConfig) -> AttentionRanker:
         limits=None if config.limits is None else to_plain(config.limits),
         name=config.name or "attention",
     )
+    if source.settings is not None:
+        check_ranking(ranker)
+    return ranker
 
 
 if __name__ == "__main__":

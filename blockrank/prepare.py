@@ -20,7 +20,7 @@ from blockrank.data.collection import CollectionConfig, IrDatasetsConfig
 from blockrank.data.files import atomic_write
 from blockrank.data.irds import prefetch
 from blockrank.data.preflight import Lengths, Preflight, SplitReport, preflight
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least
 from blockrank.retrieval.first_stage import first_stage
 
 
@@ -44,10 +44,7 @@ class PrepareConfig:
     report: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("depth", "chunk_length", "sample"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        at_least(self, 1, "depth", "chunk_length", "sample")
 
 
 def prepare(config: PrepareConfig) -> Preflight:

@@ -28,18 +28,20 @@ from blockrank.errors import UserError
 from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.files import git_commit, versions
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
+from blockrank.evaluation.metrics import parse_measure
 from blockrank.layout import LayoutShape
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import weights_fingerprint
 from blockrank.prompts.encode import PromptEncoder
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker
+from blockrank.rankers.probe import check_language
 from blockrank.retrieval.lists import ListsConfig, open_lists, select_queries
 from blockrank.training.batches import BatchEncoder
 from blockrank.training.curves import plot_curves
 from blockrank.training.dry_run import dry_run
 from blockrank.training.initial import check_vocabulary
-from blockrank.training.recipe import TrainConfig, TrainingListsConfig
+from blockrank.training.recipe import HeldOutConfig, TrainConfig, TrainingListsConfig
 from blockrank.training.state import count_parameters, split_model
 from blockrank.training.step import ranking_loss_fn, ranking_share_fn
 from blockrank.training.tracking import metric_name
@@ -56,6 +58,7 @@ def main(config: TrainConfig) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     console = Console(soft_wrap=True, highlight=False)
     if config.dry_run:
+        check_measures(config)
         console.print(dry_run(config), markup=False)
         return 0
     train(config, console)
@@ -64,6 +67,7 @@ def main(config: TrainConfig) -> int:
 
 def train(config: TrainConfig, console: Console) -> TrainResult:
     """Trains, draws the curves, and with `config.test` measures first stage, initial and trained model."""
+    check_measures(config)
     decoder = config.model.decoder_config()
     layer = config.ranker.layer_of(decoder)
     config = replace(config, ranker=replace(config.ranker, score_layer=layer))
@@ -91,6 +95,8 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     model = config.model.load(config.seed)
     if model.config != decoder:
         raise UserError("model.config differs from the config of the weights at model.path")
+    if config.model.kind == "pretrained":
+        check_language(model, tokenizer)
     console.print(
         f"{count_parameters(split_model(model)[1]):,} parameters, score layer {layer}; {len(lists):,} training lists "
         f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
@@ -133,6 +139,30 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         if path is not None:
             console.print(f"{name}: {path}", markup=False)
     return result
+
+
+def check_measures(config: TrainConfig) -> None:
+    """Before anything is loaded: measures exist, and the best checkpoint goes by one that validation will produce.
+
+    Raises `UserError` naming the key.
+    """
+    found: dict[str, list[str]] = {}
+    for section in ("validation", "test"):
+        settings: HeldOutConfig | None = getattr(config, section)
+        try:
+            found[section] = [str(parse_measure(name)) for name in settings.measures] if settings else []
+        except UserError as error:
+            raise UserError(f"config key {section}.measures: {error}") from error
+        if settings and not settings.measures:
+            raise UserError(f"config key {section}.measures: name at least one measure")
+    every, best = config.trainer.validate_every, config.checkpoints.best_metric
+    if every and config.validation is None:
+        raise UserError(f"config key trainer.validate_every: {every}, but there is no validation to run: set its lists")
+    produced = [f"validation/{metric_name(name)}" for name in found["validation"]]
+    if every and config.checkpoints.keep_best and best not in produced:
+        raise UserError(
+            f"config key checkpoints.best_metric: {best!r} is not what validation.measures give: {', '.join(produced)}"
+        )
 
 
 def training_lists(collection: Collection, config: TrainingListsConfig) -> TrainingLists:

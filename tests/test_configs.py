@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from blockrank.config import build, check_overrides, compose, config_dir, to_plain
 from blockrank.errors import UserError
@@ -19,6 +24,7 @@ from blockrank.eval import EvalConfig
 from blockrank.models.config import DecoderConfig
 from blockrank.prepare import PrepareConfig
 from blockrank.prompts.template import PromptTemplate
+from blockrank.train import check_measures
 from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
 
@@ -207,6 +213,84 @@ def test_an_override_of_an_unknown_key_or_group_is_one_line():
         train_config("+optimizer.lr=1")
 
 
+@cache
+def quickstart() -> str:
+    return json.dumps(OmegaConf.to_container(compose("train", ["+exp=quickstart"]), resolve=True))
+
+
+def quickstart_with(changes: dict[str, Any]) -> TrainConfig:
+    """`+exp=quickstart` with some dotted keys changed; composed once."""
+    config = json.loads(quickstart())
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        functools.reduce(lambda section, name: section[name], path, config)[last] = value
+    return build(TrainConfig, config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            "loss.aux_weight=-0.1",
+            "loss.ntp_weight=-1",
+            "loss.temperature=0",
+            "loss.temperature=-1",
+            "loss.ntp_every=0",
+        ),
+        *("optimizer.schedule.peak=-0.1", "optimizer.schedule.peak=0", "optimizer.schedule.warmup_steps=-1"),
+        *("optimizer.schedule.final_fraction=2", "optimizer.weight_decay=-1", "optimizer.clip_norm=0"),
+        *("optimizer.b1=1.5", "optimizer.b2=-0.1", "optimizer.eps=-1", "optimizer.update_clip=0"),
+        *("trainer.validate_every=-1", "trainer.log_every=0", "trainer.log_every=-5", "trainer.total_steps=0"),
+        *("trainer.total_steps=-1", "trainer.num_epochs=0", "trainer.batch_size=0", "trainer.accumulation=0"),
+        *("trainer.max_skipped=-1", "trainer.max_share_without_positive=1.5"),
+        *("checkpoints.every_steps=-1", "checkpoints.keep_last=0", "checkpoints.keep_best=-1"),
+        *("lists.depth=0", "lists.num_candidates=0", "lists.num_candidates=1", "lists.max_queries=0"),
+        *("lists.sampling.min_grade=0", "lists.sampling.max_positives=0", "lists.sampling.max_skipped_rate=-0.1"),
+        *("validation.depth=0", "validation.batch_size=0", "test.max_queries=0", "data.max_words=0", "seed=-1"),
+        *("ranker.row_length=0", "limits.document_tokens=0", "loss.aux_weight=.nan", "optimizer.schedule.peak=.inf"),
+    ],
+)
+def test_a_number_out_of_range_names_its_key(override):
+    key, _, text = override.partition("=")
+    with pytest.raises(UserError) as caught:
+        quickstart_with({key: yaml.safe_load(text)})
+    text = str(caught.value)
+    assert key in text or (key.split(".")[0] in text and key.split(".")[-1] in text)
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "override"), [("eval", "depth=0"), ("eval", "batch_size=0"), ("prepare", "depth=0")]
+)
+def test_a_number_out_of_range_of_another_command_names_its_key(command, override):
+    with pytest.raises(UserError, match=rf"config key {override.partition('=')[0]}: 0 must be at least 1"):
+        build(SCHEMAS[command], compose(command, [override]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoints.best_metric": "validation/ndcg_at_20"}, r"checkpoints\.best_metric: .*validation/p_at_1"),
+        ({"checkpoints.best_metric": "nDCG@10"}, r"checkpoints\.best_metric"),
+        ({"validation.measures": ["P@1"]}, r"checkpoints\.best_metric: .*give: validation/p_at_1$"),
+        ({"validation.measures": ["nDGC@10"]}, r"validation\.measures: unknown measure 'nDGC@10'"),
+        ({"test.measures": ["P@one"]}, r"test\.measures: unknown measure"),
+        ({"test.measures": []}, r"test\.measures: name at least one"),
+        ({"validation": None}, r"trainer\.validate_every: 75, but there is no validation"),
+    ],
+)
+def test_measures_are_checked_before_anything_is_loaded(changes, message):
+    with pytest.raises(UserError, match=message):
+        check_measures(quickstart_with(changes))
+
+
+def test_measures_that_fit_pass():
+    check_measures(quickstart_with({}))
+    check_measures(quickstart_with({"validation.measures": ["P@1"], "checkpoints.best_metric": "validation/p_at_1"}))
+    check_measures(quickstart_with({"validation.measures": ["P@1"], "checkpoints.keep_best": 0}))
+    check_measures(quickstart_with({"validation": None, "trainer.validate_every": 0}))
+
+
 def test_a_value_that_is_missing_is_named():
     with pytest.raises(UserError, match=r"data\.path"):
         train_config("data=beir")
@@ -241,6 +325,10 @@ def test_the_command_resolves_paths_from_its_start_folder_and_leaves_nothing_the
         (["checkpoint=run/epoch=9-step=1"], "\"checkpoint='run/epoch=9-step=1'\""),
         (["+optimizer.lr=1"], "unknown config key optimizer.lr"),
         (["data=beir"], "data.path"),
+        (["data=beirr"], "error: data=beirr: no such choice; data is one of beir, beir_folder, hf, icr, "),
+        (["+exp=qickstart"], "error: exp=qickstart: no such choice; exp is one of msmarco, nq, quickstart"),
+        (["exp=quickstart"], "Could not override 'exp'"),
+        (["trainer.total_steps=0", "model=tiny"], "config key trainer.total_steps: 0 must be at least 1"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line_and_exits_with_2(tmp_path, arguments, message):

@@ -124,7 +124,7 @@ def test_the_command_reports_and_writes_json(tmp_path: Path) -> None:
         (["data=beir", "data.path=set", "candidates=no.trec"], "candidates: no.trec is no file"),
         (["data=beir", "data.path=set", "split=dev"], "no split 'dev'; it has test, train"),
         (["data=beir", "data.path=set", "prefetch=true"], "prefetch=true is for data=ir_datasets"),
-        (["depth=0"], "depth must be at least 1"),
+        (["depth=0"], "config key depth: 0 must be at least 1"),
         (["+unknown=1"], "unknown config key unknown"),
     ],
 )

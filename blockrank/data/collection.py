@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 
 from blockrank.config import build
 from blockrank.data.documents import Documents
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least
 from blockrank.types import Qrels, Query, Run
 
 _IGNORE_SELF = ("arguana", "quora")
@@ -109,6 +109,9 @@ class PydocsConfig:
     max_words: int = 60
     titles: bool = False
     kind: Literal["pydocs"] = "pydocs"
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "max_words")
 
     def open(self) -> Collection:
         from blockrank.data.pydocs import PydocsCollection

@@ -17,7 +17,7 @@ from blockrank.data.candidates import CandidateLists
 from blockrank.data.files import hash64
 from blockrank.data.progress import track
 from blockrank.data.trec import sample_ids
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least, between
 from blockrank.types import CandidateList, Document, is_visible
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,8 @@ class SamplingConfig:
     max_skipped_rate: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.min_grade < 1 or self.max_positives < 1:
-            raise ValueError("min_grade and max_positives must be at least 1")
-        if not 0 <= self.max_skipped_rate <= 1:
-            raise ValueError(f"max_skipped_rate must be between 0 and 1, got {self.max_skipped_rate}")
+        at_least(self, 1, "min_grade", "max_positives")
+        between(self, 0, 1, "max_skipped_rate")
 
 
 class TrainingLists:

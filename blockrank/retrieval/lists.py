@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from blockrank.data.candidates import CandidateLists, candidate_lists
 from blockrank.data.collection import Collection
 from blockrank.data.files import hash64
+from blockrank.errors import at_least
 from blockrank.retrieval.first_stage import first_stage
 
 
@@ -25,8 +26,7 @@ class ListsConfig:
     max_queries: int | None = None
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or (self.max_queries is not None and self.max_queries < 1):
-            raise ValueError("depth and max_queries must be at least 1")
+        at_least(self, 1, "depth", "max_queries")
 
 
 def open_lists(collection: Collection, config: ListsConfig) -> CandidateLists:

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from blockrank.config import build
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least
 from blockrank.models import hf
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
@@ -37,13 +37,17 @@ FOLDER = "checkpoints"
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Save every `every_steps`, and at the end; keep the last `keep_last` and the best `keep_best` by `best_metric`."""
+    """Save every `every_steps` (0: never) and at the end; keep `keep_last`, and `keep_best` by `best_metric`."""
 
     every_steps: int = 100
     keep_last: int = 2
     keep_best: int = 1
     best_metric: str = "validation/ndcg_at_10"
     best_mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "keep_last")
+        at_least(self, 0, "every_steps", "keep_best")
 
 
 @dataclass

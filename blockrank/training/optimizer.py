@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from blockrank.errors import UserError
+from blockrank.errors import UserError, above, at_least, between
 
 Params = dict[str, Any]
 """Nested dict of arrays, as `flax.nnx.to_pure_dict` gives it; a path joins the keys with dots."""
@@ -32,6 +32,11 @@ class ScheduleSettings:
     warmup_steps: int = 50
     decay: Literal["cosine", "constant"] = "cosine"
     final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        above(self, 0, "peak")
+        at_least(self, 0, "warmup_steps")
+        between(self, 0, 1, "final_fraction")
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,11 @@ class OptimizerSettings:
     clip_norm: float | None = 1.0
     trainable: str = ".*"
     trainable_layers: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        between(self, 0, 1, "b1", "b2")
+        at_least(self, 0, "weight_decay", "eps")
+        above(self, 0, "update_clip", "clip_norm")
 
 
 def make_schedule(settings: ScheduleSettings, total_steps: int) -> optax.Schedule:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from blockrank.config import to_plain
 from blockrank.data.collection import CollectionConfig
 from blockrank.data.sampling import SamplingConfig
+from blockrank.errors import above, at_least, between
 from blockrank.losses import Objective
 from blockrank.models.stack import Remat
 from blockrank.prompts.encode import PromptLimits
@@ -32,6 +33,10 @@ class TrainingListsConfig:
     max_queries: int | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+    def __post_init__(self) -> None:
+        at_least(self, 1, "depth", "max_queries")
+        at_least(self, 2, "num_candidates")
+
 
 @dataclass(frozen=True)
 class HeldOutConfig(ListsConfig):
@@ -45,6 +50,10 @@ class HeldOutConfig(ListsConfig):
     batch_size: int = 8
     tail: Literal["drop", "keep"] = "drop"
     missing: Literal["zero", "skip"] = "zero"
+
+    def __post_init__(self) -> None:
+        ListsConfig.__post_init__(self)
+        at_least(self, 1, "batch_size")
 
     def identity(self) -> dict[str, Any]:
         """What decides which lists are scored; how they are measured may change."""
@@ -66,8 +75,11 @@ class LossConfig:
     remat: Remat = "none"
 
     def __post_init__(self) -> None:
-        if self.ntp_every < 1:
-            raise ValueError(f"ntp_every={self.ntp_every} must be at least 1")
+        at_least(self, 1, "ntp_every")
+        at_least(self, 0, "ntp_weight", "aux_weight")
+        above(self, 0, "temperature")
+        if self.ntp_weight == self.aux_weight == 0:
+            raise ValueError("ntp_weight and aux_weight are both 0: nothing to train")
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,9 @@ class TrainConfig:
     checkpoints: CheckpointSettings
     validation: HeldOutConfig | None = None
     test: HeldOutConfig | None = None
+
+    def __post_init__(self) -> None:
+        between(self, 0, 2**32 - 1, "seed")
 
     def objective(self, score_layer: int) -> Objective:
         """The loss, read as the ranker reads scores."""

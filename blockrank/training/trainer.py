@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import jax
 from flax import nnx
 
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least, between
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
@@ -70,6 +70,11 @@ class TrainerSettings:
     max_skipped: int = 10
     max_share_without_positive: float = 0.1
     resume: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "accumulation", "num_epochs", "total_steps", "log_every")
+        at_least(self, 0, "validate_every", "max_skipped")
+        between(self, 0, 1, "max_share_without_positive")
 
 
 @dataclass(frozen=True)
