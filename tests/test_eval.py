@@ -11,9 +11,11 @@ from rich.console import Console
 
 from blockrank import eval as evaluation
 from blockrank.config import build, compose
+from blockrank.data.collection import BeirConfig
 from blockrank.errors import UserError
 from blockrank.eval import EvalConfig, evaluate_ranker
 from blockrank.evaluation.held_out import HeldOut
+from blockrank.training.recipe import HeldOutConfig
 
 
 @pytest.fixture
@@ -92,6 +94,23 @@ def test_other_weights_are_not_mixed_in(collection: Path, tmp_path: Path):
     evaluate(collection, tmp_path / "out")
     with pytest.raises(UserError, match="overwrite"):
         evaluate(collection, tmp_path / "out", "seed=1")
+
+
+def test_training_and_evaluation_share_an_output_folder(collection: Path, tmp_path: Path):
+    folder = tmp_path / "out"
+    opened = BeirConfig(collection).open()
+    settings = HeldOutConfig("test", str(collection / "run.trec"), depth=2, measures=("P@1",))
+    training = HeldOut(opened, settings, folder / "evaluation", seed=0)
+    training.measure_first_stage({"row": "as training writes it"})
+    training.write_table(folder / "table.md", "first stage")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert before
+    evaluated, _ = evaluate(collection, folder)
+    assert list(evaluated.runs) == ["first stage", "attention"]
+    assert {path: path.read_bytes() for path in before} == before
+    training.measure_first_stage({"row": "as training writes it"})
+    again, _ = evaluate(collection, folder)
+    assert again.runs == evaluated.runs
 
 
 def test_a_first_stage_without_scores_gets_no_row(collection: Path, tmp_path: Path):

@@ -404,7 +404,10 @@ def test_the_command_trains_resumes_and_its_checkpoint_evaluates_to_the_same_dig
 
     test = ["split=test", "candidates=bm25", "depth=3", "with_positives=true", "max_queries=8", "name=trained"]
     data = ["data=pydocs", "data.max_words=12", "measures=[P@1,RR@10,nDCG@10]"]
-    evaluated = finish(command("eval", *data, *test, "checkpoint=whole", "output_dir=eval"))
+    written = {path: path.read_bytes() for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    evaluated = finish(command("eval", *data, *test, "checkpoint=whole", "output_dir=whole"))
+    assert all(path.read_bytes() == content for path, content in written.items())
+    assert (tmp_path / "whole" / "eval" / "trained" / "run.trec").is_file()
     (trained,) = [line for line in table.splitlines() if line.startswith("| trained")]
     (again,) = [line for line in evaluated.splitlines() if line.startswith("| trained")]
     assert again.replace("†", "") == trained.replace("†", "")
