@@ -88,7 +88,9 @@ def test_files_and_reports_ask_the_same_question(tmp_path: Path, monkeypatch: py
     rows = [{"query": "x", "documents": [{"doc_id": "a", "text": "\u2060"}, "\ufeffyes"], "answer_ids": ["a"]}]
     documents = open_collection("icr", path=write_jsonl(tmp_path / "dev.jsonl", rows)).documents
     assert [(d.id, d.text) for d in documents.scan()] == [("a", ""), ("1", "\ufeffyes")]
-    collection = Small({"a": "\u200b", "b": "\0", "c": "text"}, {"q": "\u00ad", "r": "query"}, {"q": {"c": 1}})
+    collection = Small({"a": "\u200b", "b": "\0", "c": "text"}, {"q": "\u00ad", "r": "query"}, {"q": {"c": 1, "a": 1}})
     report = preflight(collection)
+    assert report.splits["test"].judged_empty == (1, ("a",))
+    assert "test: 1 judged documents are empty: 'a'" in report.problems
     assert report.empty_documents == 2
     assert report.splits["test"].queries_without_text == (1, ("q",))

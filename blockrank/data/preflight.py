@@ -32,8 +32,9 @@ class Lengths:
 class SplitReport:
     """One split. Ids that lead nowhere come as a count and a few examples, sorted.
 
-    `judged_without_text`: judged documents not in the corpus (they stay in the ideal ranking). `queries_without_text`:
-    judged queries whose text is absent or empty. `dangling_candidates`: documents of the run not in the corpus.
+    `judged_without_text`: judged documents not in the corpus (they stay in the ideal ranking). `judged_empty`: judged
+    documents that were read and hold no text (training leaves them out). `queries_without_text`: judged queries whose
+    text is absent or empty. `dangling_candidates`: documents of the run not in the corpus.
     """
 
     queries: int
@@ -42,6 +43,7 @@ class SplitReport:
     queries_without_positive: int
     queries_without_text: tuple[int, tuple[str, ...]]
     judged_without_text: tuple[int, tuple[str, ...]]
+    judged_empty: tuple[int, tuple[str, ...]]
     query_lengths: Lengths
     candidates: int | None = None
     queries_without_candidates: int | None = None
@@ -69,6 +71,7 @@ class Preflight:
         for name, split in self.splits.items():
             for what, found in (
                 ("judged documents are not in the corpus", split.judged_without_text),
+                ("judged documents are empty", split.judged_empty),
                 ("judged queries have no text", split.queries_without_text),
                 ("documents of the run are not in the corpus", split.dangling_candidates),
             ):
@@ -104,28 +107,30 @@ def preflight(
     count = total if sample is None else min(sample, total)
     rows = documents.scan() if count == total else (documents.pick(i * total // count) for i in range(count))
     lengths = np.zeros(count, np.int64)
-    empty = titled = 0
+    empty: set[str] = set()
+    titled = 0
     with track(f"reading {collection.name}", count) as advance:
         for i, document in enumerate(rows):
             lengths[i] = measure(f"{document.title} {document.text}".strip())
-            empty += document.is_empty
+            if document.is_empty:
+                empty.add(document.id)
             titled += has_text(document.title)
             advance(1)
     return Preflight(
         name=collection.name,
         documents=total,
-        empty_documents=empty,
+        empty_documents=len(empty),
         titled_documents=titled,
         document_lengths=_lengths(lengths, unit, chunk_length),
         splits={
-            split: _split_report(collection, split, (runs or {}).get(split), measure, unit)
+            split: _split_report(collection, split, (runs or {}).get(split), measure, unit, empty)
             for split in (collection.splits if splits is None else splits)
         },
     )
 
 
 def _split_report(
-    collection: Collection, split: str, run: Run | None, measure: Callable[[str], int], unit: str
+    collection: Collection, split: str, run: Run | None, measure: Callable[[str], int], unit: str, empty: set[str]
 ) -> SplitReport:
     queries, qrels = collection.queries(split), collection.qrels(split)
     positives = {q: {d for d, grade in judged.items() if grade > 0} for q, judged in qrels.items()}
@@ -137,6 +142,7 @@ def _split_report(
         queries_without_positive=sum(not positives.get(q) for q in queries),
         queries_without_text=_examples(wordless),
         judged_without_text=_examples(collection.documents.missing(d for judged in qrels.values() for d in judged)),
+        judged_empty=_examples(sorted({d for judged in qrels.values() for d in judged} & empty)),
         query_lengths=_lengths(np.array([measure(q.text) for q in queries.values()], np.int64), unit),
     )
     return report if run is None else _with_candidates(report, collection, queries, qrels, run)
