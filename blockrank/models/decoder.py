@@ -75,6 +75,23 @@ class Trunk(nnx.Module):
         """States after the last block, and those that enter block `tap` (None or L: the same states again)."""
         return self._run(self.blocks, layout, visibility, backend, remat, tap)
 
+    def states_at(
+        self,
+        layout: TokenLayout,
+        score_layer: int,
+        *,
+        visibility: Visibility,
+        backend: str = "auto",
+        remat: Remat = "none",
+    ) -> Float[Array, "B T D"]:
+        """States that enter `score_layer`; later layers are not run, nor given a gradient."""
+        self.check_layer(score_layer)
+        return self._run(take_layers(self.blocks, slice(0, score_layer)), layout, visibility, backend, remat)[0]
+
+    def check_layer(self, score_layer: int) -> None:
+        """Raise `UserError` unless scores can be read at `score_layer`."""
+        raise NotImplementedError
+
     def observe(
         self, layout: TokenLayout, look: Callable[[Block, Array], Any], *, visibility: Visibility, backend: str = "auto"
     ) -> Any:
@@ -139,22 +156,12 @@ class Decoder(Trunk):
         tied = config.tie_embeddings
         self.head = None if tied else Linear(config.hidden_size, config.vocab_size, std=std, rngs=rngs)
 
-    def states_at(
-        self,
-        layout: TokenLayout,
-        score_layer: int,
-        *,
-        visibility: Visibility,
-        backend: str = "auto",
-        remat: Remat = "none",
-    ) -> Float[Array, "B T D"]:
-        """States that enter `score_layer`; later layers are not run, nor given a gradient."""
+    def check_layer(self, score_layer: int) -> None:
         check_score_layer(score_layer, self.config)
-        blocks = take_layers(self.blocks, slice(0, score_layer))
-        return self._run(blocks, layout, visibility, backend, remat)[0]
 
     def probe(self, score_layer: int) -> Probe | Block:
         """The norm, query and key projections of `score_layer`."""
+        self.check_layer(score_layer)
         return take_layers(self.blocks, score_layer)
 
     def truncate(self, score_layer: int) -> TruncatedDecoder:
@@ -190,27 +197,14 @@ class TruncatedDecoder(Trunk):
         self.blocks = take_layers(decoder.blocks, slice(0, score_layer))
         self.score_block = Probe.of(take_layers(decoder.blocks, score_layer), decoder.config)
 
-    def states_at(
-        self,
-        layout: TokenLayout,
-        score_layer: int,
-        *,
-        visibility: Visibility,
-        backend: str = "auto",
-        remat: Remat = "none",
-    ) -> Float[Array, "B T D"]:
-        """States that enter the score layer, which must be the one the model was cut at."""
-        self._check(score_layer)
-        return self._run(self.blocks, layout, visibility, backend, remat)[0]
+    def check_layer(self, score_layer: int) -> None:
+        if score_layer != self.config.num_layers:
+            raise UserError(f"this model was truncated at layer {self.config.num_layers}, not {score_layer}")
 
     def probe(self, score_layer: int) -> Probe | Block:
         """The norm, query and key projections of the score layer."""
-        self._check(score_layer)
+        self.check_layer(score_layer)
         return self.score_block
-
-    def _check(self, score_layer: int) -> None:
-        if score_layer != self.config.num_layers:
-            raise UserError(f"this model was truncated at layer {self.config.num_layers}, not {score_layer}")
 
 
 def check_score_layer(score_layer: int, config: DecoderConfig) -> None:
