@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,28 @@ def test_config_reads_every_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"rope.scaling.attn_factor": 1.0}, RopeConfig()),
+        ({"rope.scaling.factor": 2.0}, RopeConfig(kind="linear", factor=2.0)),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, RopeConfig()),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0},
+            RopeConfig(kind="yarn", factor=4.0, original_max_positions=128),
+        ),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 0.5},
+            RopeConfig(kind="yarn", factor=4.0, original_max_positions=128, attention_factor=0.5 * (0.1 * log(4) + 1)),
+        ),
+    ],
+)
+def test_rope_scaling_means_what_llama_cpp_takes_it_for(keys: dict[str, Any], rope: RopeConfig, tmp_path: Path) -> None:
+    """cos and sin are scaled by attn_factor * (0.1 ln(factor) + 1) in llama.cpp; no type but a factor is linear."""
+    path = write(tmp_path / "model.gguf", "llama", reference_tensors("llama"), **keys)
+    assert read_config(path).rope == rope
+
+
+@pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"expert_count": 8}, "GGUF keys we do not implement: llama.expert_count"),
@@ -156,6 +179,15 @@ def test_config_reads_every_field(tmp_path: Path) -> None:
         ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4 differs from the head size 8"),
         ({"attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv differs by layer"),
         ({"feed_forward_length": None}, "llama.feed_forward_length is missing"),
+        ({"block_count": 0}, "llama.block_count=0 must be positive"),
+        ({"attention.head_count": 0}, "llama.attention.head_count=0 must be positive"),
+        ({"attention.head_count_kv": 3}, "llama.attention.head_count_kv=3 must divide the 4 heads"),
+        ({"attention.key_length": 0}, "llama.attention.key_length=0 must be positive"),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0},
+            r"llama.rope.scaling.factor=0\.0 must be positive",
+        ),
+        ({"rope.scaling.attn_factor": 0.5}, r"llama.rope.scaling.attn_factor=0\.5 is supported with yarn scaling only"),
     ],
 )
 def test_unknown_or_missing_keys_are_errors(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

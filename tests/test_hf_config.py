@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockrank.config import build, to_plain
 from blockrank.errors import UserError
 from blockrank.models import hf
 from blockrank.models.config import DecoderConfig, Family, RopeConfig
@@ -165,6 +166,26 @@ def test_qwen_biases() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"model_type": "gemma"}, 'model_type = "gemma"'),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        *(
+            ({key: value}, f"{key} = {value}")
+            for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+            for value in (0, -1)
+        ),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
+        ({"head_dim": 0}, "head_dim = 0"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            "rope_scaling.high_freq_factor = 4.0",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
         ({"num_attention_heads": 3, "num_key_value_heads": 1}, "hidden_size = 8"),
         ({"head_dim": 7}, "head_dim = 7"),
@@ -196,6 +217,30 @@ def test_unknown_values_are_errors(changes: dict[str, Any], told: str) -> None:
         parse_config({**BASE, **changes}, "some/config.json")
     assert told in str(caught.value)
     assert "some/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions"],
+)
+@pytest.mark.parametrize("value", [0, -2])
+def test_impossible_sizes_are_named(field: str, value: int) -> None:
+    """Also where no file was read: a checkpoint's record of its model goes through `build`."""
+    with pytest.raises(ValueError, match=f"{field}={value} must be positive"):
+        replace(TINY, **{field: value})
+    with pytest.raises(UserError, match=f"model: {field}={value} must be positive"):
+        build(DecoderConfig, {**to_plain(TINY), field: value}, "model")
+
+
+def test_impossible_windows_paddings_and_ropes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"windows\[1\]=0 must be positive"):
+        replace(TINY, windows=(None, 0, 8))
+    with pytest.raises(ValueError, match="padding_id=11 is not below vocab_size=11"):
+        replace(TINY, padding_id=11)
+    with pytest.raises(ValueError, match="factor=0"):
+        RopeConfig(kind="linear", factor=0)
+    with pytest.raises(ValueError, match=r"high_freq_factor=1\.0 must be above low_freq_factor=1\.0"):
+        RopeConfig(kind="llama3", high_freq_factor=1.0)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "model_type", "intermediate_size"])

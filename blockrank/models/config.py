@@ -8,6 +8,12 @@ from typing import Literal
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}={getattr(config, name)} must be positive")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding. `kind` and its parameters follow Hugging Face's `rope_parameters`.
@@ -29,6 +35,15 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "theta", "factor")
+        if self.original_max_positions is not None:
+            _check_positive(self, "original_max_positions")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,13 @@ class DecoderConfig:
     padding_id: int | None = None
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        _check_positive(self, *sizes, "max_positions", "rms_norm_eps")
+        for layer, window in enumerate(self.windows):
+            if window is not None and window < 1:
+                raise ValueError(f"windows[{layer}]={window} must be positive, or None")
+        if self.padding_id is not None and not 0 <= self.padding_id < self.vocab_size:
+            raise ValueError(f"padding_id={self.padding_id} is not below vocab_size={self.vocab_size}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:

@@ -7,6 +7,7 @@ neighbouring pairs; ours rotates halves, so those rows are put back. Qwen models
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,19 @@ def _config(reader: GGUFReader, path: Path) -> DecoderConfig:
             raise UserError(f"{path}: GGUF key {prefix}{key} is missing")
         if isinstance(values[key], list):
             raise UserError(f"{path}: GGUF key {prefix}{key} differs by layer, which we do not implement")
+        if not values[key] > 0:
+            raise UserError(f"{path}: GGUF key {prefix}{key}={values[key]} must be positive")
         return values[key]
 
     hidden, heads, layers = need("embedding_length"), need("attention.head_count"), need("block_count")
     kv_heads = need("attention.head_count_kv") if "attention.head_count_kv" in values else heads
-    head_dim = values.get("attention.key_length", hidden // heads)
+    if heads % kv_heads:
+        raise UserError(f"{path}: {prefix}attention.head_count_kv={kv_heads} must divide the {heads} heads")
+    if "attention.key_length" not in values and hidden % heads:
+        raise UserError(f"{path}: {prefix}embedding_length={hidden} is not a multiple of the {heads} heads")
+    head_dim = need("attention.key_length") if "attention.key_length" in values else hidden // heads
+    if head_dim % 2:
+        raise UserError(f"{path}: {prefix}attention.key_length={head_dim} must be even for rotary embeddings")
     for key in ("attention.value_length", "rope.dimension_count"):
         if values.get(key, head_dim) != head_dim:
             raise UserError(f"{path}: {prefix}{key}={values[key]} differs from the head size {head_dim}")
@@ -154,9 +163,13 @@ def _config(reader: GGUFReader, path: Path) -> DecoderConfig:
     window = values.get("attention.sliding_window") or None
     eos = field_value(reader, "tokenizer.ggml.eos_token_id")
     family = FAMILIES[architecture]
+    vocab_size = int(names["token_embd.weight"].shape[1])
+    padding = field_value(reader, "tokenizer.ggml.padding_token_id")
+    if padding is not None and padding >= vocab_size:
+        raise UserError(f"{path}: tokenizer.ggml.padding_token_id={padding} is not below the {vocab_size} embeddings")
     return DecoderConfig(
         family=family,
-        vocab_size=int(names["token_embd.weight"].shape[1]),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=need("feed_forward_length"),
         num_heads=heads,
@@ -173,7 +186,7 @@ def _config(reader: GGUFReader, path: Path) -> DecoderConfig:
         qk_norm="blk.0.attn_q_norm.weight" in names,
         bos_id=field_value(reader, "tokenizer.ggml.bos_token_id"),
         eos_ids=() if eos is None else (eos,),
-        padding_id=field_value(reader, "tokenizer.ggml.padding_token_id"),
+        padding_id=padding,
     )
 
 
@@ -183,23 +196,34 @@ def _decimal(value: float) -> float:
 
 
 def _rope(values: dict[str, Any], prefix: str, path: Path) -> RopeConfig:
+    """As llama.cpp reads it: a factor alone is linear scaling, the original context defaults to the context.
+
+    `attn_factor` multiplies YaRN's own magnitude 0.1 ln(factor) + 1 there; Hugging Face's `attention_factor`, and ours,
+    is the product.
+    """
     theta = _decimal(values.get("rope.freq_base", 10_000.0))
-    kind = values.get("rope.scaling.type", "none")
+    kind = values.get("rope.scaling.type", "linear" if "rope.scaling.factor" in values else "none")
     factor = _decimal(values.get("rope.scaling.factor", 1.0))
+    magnitude = _decimal(values.get("rope.scaling.attn_factor", 1.0))
+    for key, value in (("rope.freq_base", theta), ("rope.scaling.factor", factor)):
+        if not value > 0:
+            raise UserError(f"{path}: GGUF key {prefix}{key}={value} must be positive")
+    if magnitude != 1.0 and kind != "yarn":
+        raise UserError(f"{path}: {prefix}rope.scaling.attn_factor={magnitude} is supported with yarn scaling only")
     if kind == "none":
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind == "yarn":
-        attention_factor = values.get("rope.scaling.attn_factor")
+        own = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
         return RopeConfig(
             theta=theta,
             kind="yarn",
             factor=factor,
-            original_max_positions=values.get("rope.scaling.original_context_length"),
+            original_max_positions=values.get("rope.scaling.original_context_length", values.get("context_length")),
             beta_fast=_decimal(values.get("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=_decimal(values.get("rope.scaling.yarn_beta_slow", 1.0)),
-            attention_factor=None if attention_factor is None else _decimal(attention_factor),
+            attention_factor=None if magnitude == 1.0 else magnitude * own,
         )
     raise UserError(f"{path}: {prefix}rope.scaling.type={kind!r} is not supported (have none, linear, yarn)")
 

@@ -109,7 +109,7 @@ def _read_padding(fields: Fields, vocab_size: int) -> int | None:
 
 def _read_windows(fields: Fields, family: Family, default: int | None) -> tuple[int | None, ...]:
     """Each layer's sliding window in tokens, the current one included."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", minimum=1)
     window = fields.integer("sliding_window", default, minimum=1, null=True)
     kinds = fields.items("layer_types")
     switched = family in ("qwen2", "qwen3")
@@ -175,6 +175,8 @@ def _parse_rope(table: Fields, theta: float | None, original: int | None, max_po
         parameters["original_max_positions"] = own_original or original or max_positions
         if kind == "llama3":
             parameters |= {key: table.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+            if (high := parameters["high_freq_factor"]) <= (low := parameters["low_freq_factor"]):
+                raise table.error("high_freq_factor", high, f"must be above low_freq_factor = {low}")
         else:
             ratio = max_positions / parameters["original_max_positions"]
             parameters |= {
