@@ -163,6 +163,32 @@ def test_tiles(pattern: Visibility, limit: int, monkeypatch: pytest.MonkeyPatch)
     assert_backends_agree(layout, pattern)
 
 
+@pytest.mark.parametrize(
+    ("limit", "options"), [(1, {}), (700, {}), (1400, {"packing": "chunked"})], ids=["one", "two", "four"]
+)
+def test_tiles_of_rows(limit: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of one row, and of several, the last of which is not full."""
+    batch = [random_prompt(6, 5, [16, 12, 9, 16, 16, 7, 3], 6), random_prompt(7, 4, [2, 13], 3)]
+    layout = lay_out(batch, BLOCKRANK, bucket=False, **options)
+    assert layout.shape.rows in (5, 7)
+    monkeypatch.setattr(xla, "MAX_TILE_LOGITS", limit)
+    assert_backends_agree(layout, BLOCKRANK, sliding_window=5 if limit == 1 else None)
+
+
+def test_memory_of_many_rows_does_not_grow_with_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries of the forward and backward pass of 64 rows, all at once and a group of 4 at a time."""
+    layout = lay_out([random_prompt(8, 16, [64] * 64, 8)], BLOCKRANK, row_length=64)
+    arrays = tensors(layout, Heads(1, 4, 8))
+    temporaries = {}
+    for limit in (xla.MAX_TILE_LOGITS, 4 * 64 * (64 + layout.shape.prefix)):
+        monkeypatch.setattr(xla, "MAX_TILE_LOGITS", limit)
+        options = {"pattern": BLOCKRANK, "backend": "xla", "tile": limit}
+        memory = PROGRAMS["xla"].lower(*arrays, layout, None, **options).compile().memory_analysis()
+        temporaries[limit] = memory.temp_size_in_bytes
+    whole, tiled = temporaries.values()
+    assert tiled < whole / 2
+
+
 @settings(max_examples=12, deadline=None)
 @given(batches(), st.sampled_from([BLOCKRANK, DENSE]), st.integers(0, 10**6))
 def test_random_packings(batch: list[PromptSegments], pattern: Visibility, seed: int) -> None:

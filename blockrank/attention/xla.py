@@ -7,7 +7,8 @@ the same rules then mask within them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ from jaxtyping import Array, Float
 from blockrank.attention.precision import matmul_precision
 from blockrank.attention.reference import masked_softmax
 from blockrank.attention.visibility import Part, Tokens, Visibility
-from blockrank.layout import TokenLayout
+from blockrank.layout import PAD, TokenLayout
 
 MAX_TILE_LOGITS = 1 << 22
-"""Query-key pairs per list and head group held at once; longer query parts are tiled."""
+"""Query-key pairs per list and head held at once; longer query parts, and more rows, are tiled."""
 
 
 class Keys(NamedTuple):
@@ -63,7 +64,7 @@ def xla_attention(
         if own_row:
             out = _rows(*queries, keys, part(where), layout.shape.row_length, visibility, sliding_window, scale)
         else:
-            out = _tiled(*queries, keys, visibility, sliding_window, scale)
+            out = _shared(*queries, keys, visibility, sliding_window, scale)
         outputs.append(out)
     return jnp.concatenate(outputs, axis=1)
 
@@ -92,6 +93,13 @@ def _attend(
     return jnp.einsum("...kgth->...tkgh", out.reshape(*batch, kv_heads, groups, t, head_dim))
 
 
+def _shared(
+    q: Float[Array, "B T K G H"], tokens: Tokens, keys: Keys, visibility: Visibility, window: Array | int | None, scale
+) -> Float[Array, "B T K G H"]:
+    """Queries that all see the same keys."""
+    return _tiled(lambda part: _attend(*part, keys, visibility, window, scale), (q, tokens), keys.k.shape[1])
+
+
 def _rows(
     q: Float[Array, "B T K G H"],
     tokens: Tokens,
@@ -103,40 +111,41 @@ def _rows(
     scale: float,
 ) -> Float[Array, "B T K G H"]:
     """Packed rows: each row against the shared keys and its own row's, under one softmax."""
-    b, t = q.shape[:2]
-    rows = t // row_length
 
     def split(x: Array) -> Array:
-        return x.reshape(b, rows, row_length, *x.shape[2:])
+        return x.reshape(x.shape[0], x.shape[1] // row_length, row_length, *x.shape[2:])
 
-    def with_shared(own: Array, shared: Array) -> Array:
-        repeated = jnp.broadcast_to(shared[:, None], (b, rows, *shared.shape[1:]))
-        return jnp.concatenate([repeated, split(own)], axis=2)
+    def attend(rows: tuple[Array, Tokens, Keys]) -> Array:
+        q, tokens, own = rows
 
-    keys = Keys(
-        with_shared(own.k, shared.k), with_shared(own.v, shared.v), Tokens(*map(with_shared, own.tokens, shared.tokens))
-    )
-    return _attend(split(q), Tokens(*map(split, tokens)), keys, visibility, window, scale).reshape(q.shape)
+        def with_shared(own: Array, shared: Array) -> Array:
+            repeated = jnp.broadcast_to(shared[:, None], (*own.shape[:2], *shared.shape[1:]))
+            return jnp.concatenate([repeated, own], axis=2)
 
-
-def _tiled(
-    q: Float[Array, "B T K G H"], tokens: Tokens, keys: Keys, visibility: Visibility, window: Array | int | None, scale
-) -> Float[Array, "B T K G H"]:
-    """Queries against shared keys, a tile of queries at a time when the logits would be large."""
-    t, s = q.shape[1], keys.k.shape[1]
-    tile = max(1, MAX_TILE_LOGITS // max(s, 1))
-    if t <= tile:
+        keys = jax.tree.map(with_shared, own, shared)
         return _attend(q, tokens, keys, visibility, window, scale)
+
+    logits_per_row = row_length * (shared.k.shape[1] + row_length)
+    return _tiled(attend, jax.tree.map(split, (q, tokens, own)), logits_per_row).reshape(q.shape)
+
+
+def _tiled(attend: Callable[[Any], Array], queries: Any, logits_each: int) -> Array:
+    """`attend(queries)`, a tile of axis 1 at a time, recomputed in the backward pass, when the logits would be large.
+
+    `queries` is a tree of arrays [B, T, ...] whose entry along T costs `logits_each`; the last tile is filled up with
+    padding tokens.
+    """
+    t = jax.tree.leaves(queries)[0].shape[1]
+    tile = max(1, MAX_TILE_LOGITS // max(logits_each, 1))
+    if t <= tile:
+        return attend(queries)
     count = -(-t // tile)
     tile = -(-t // count)
 
-    def tiles(x: Array, fill: int = 0) -> Array:
+    def tiles(x: Array) -> Array:
+        fill = PAD if jnp.issubdtype(x.dtype, jnp.integer) else 0
         x = jnp.pad(x, ((0, 0), (0, count * tile - t), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
         return jnp.moveaxis(x.reshape(x.shape[0], count, tile, *x.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def attend(queries: tuple[Array, Array, Array]) -> Array:
-        return _attend(queries[0], Tokens(*queries[1:]), keys, visibility, window, scale)
-
-    out = jax.lax.map(attend, (tiles(q), *(tiles(field, -3) for field in tokens)))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], count * tile, *q.shape[2:])[:, :t]
+    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(attend), jax.tree.map(tiles, queries)), 0, 1)
+    return out.reshape(out.shape[0], count * tile, *out.shape[3:])[:, :t]
