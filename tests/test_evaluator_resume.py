@@ -9,9 +9,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_evaluator import FunctionRanker, by_length, candidate_list, lists_of
 
@@ -63,6 +65,33 @@ def test_a_stopped_evaluation_continues(tmp_path: Path, torn: bytes) -> None:
     Evaluator(FunctionRanker(by_length), lists, tmp_path / "b", batch_size=3).run()
     assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
     assert len((tmp_path / "a" / "scores.jsonl").read_text().splitlines()) == 11
+
+
+class SensitiveRanker(FunctionRanker):
+    """Scores that move with the batch they are computed in, as those of matrix products do in the last bit."""
+
+    def score(self, lists: list[CandidateList]) -> list[ListScores]:
+        mates = sum(len(document.text) for candidates in lists for document in candidates.documents)
+        return [replace(result, scores=result.scores + np.float32(mates / 1024)) for result in super().score(lists)]
+
+
+@pytest.mark.parametrize("kept", range(10))
+def test_a_resumed_run_equals_an_unbroken_one_to_the_byte(tmp_path: Path, kept: int) -> None:
+    """Whatever the kill left of the journal, also a part of a batch; an empty list shifts no batch."""
+    lists = [candidate_list("empty", []), *lists_of(9)]
+    whole = Evaluator(SensitiveRanker(by_length), lists, tmp_path / "a", batch_size=4).run()
+    entries = (tmp_path / "a" / "scores.jsonl").read_text().splitlines()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "scores.jsonl").write_text("".join(line + "\n" for line in entries[: 1 + kept]))
+    ranker = SensitiveRanker(by_length)
+    resumed = Evaluator(ranker, lists, tmp_path / "b", batch_size=4).run()
+    assert resumed.counts["resumed_queries"] == kept
+    assert sum(map(len, ranker.calls)) == (0 if kept == 9 else 9 - kept // 4 * 4)
+    assert resumed.run == whole.run
+    assert outputs(tmp_path / "b") == outputs(tmp_path / "a")
+    journals = [(tmp_path / folder / "scores.jsonl").read_text().splitlines() for folder in "ab"]
+    first, second = ([json.loads(line).get("scores") for line in journal] for journal in journals)
+    assert first == second
 
 
 def test_a_finished_evaluation_scores_nothing_again(tmp_path: Path) -> None:

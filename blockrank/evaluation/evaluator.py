@@ -41,7 +41,9 @@ class Evaluator:
         lists: one candidate list per query, read lazily and in order. Each query id occurs once.
         output_dir: where `scores.jsonl` (the journal), `run.trec`, `results.json`, `per_query.jsonl` and `table.md` go;
             None writes nothing (validation inside training).
-        batch_size: queries per call of the ranker. Scores do not depend on it, so it may change on resume.
+        batch_size: queries per call of the ranker. Batches are cut from the order of the lists, whatever is scored
+            already, so that a resumed run equals an unbroken one to the byte. Scores depend on it by rounding at most,
+            so it may change on resume.
         qrels: judgements; None takes the lists' `relevance`, whose ideal ranking knows of the candidates only.
         measures: ir-measures names, the main one first.
         depth: how many candidates of each list are re-ranked; None for all.
@@ -158,10 +160,9 @@ class Evaluator:
                 scored.add_list(original, candidates, self.qrels is None)
                 head = self._head(candidates)
                 if query in done:
-                    self._accept(scored, candidates, self._check_entry(journal, head, done[query]))
+                    self._check_entry(journal, head, done[query])
                     scored.resumed += 1
-                    advance(1)
-                elif not head.documents:
+                if not head.documents:
                     self._accept(scored, candidates, {"scores": [], "truncated": []})
                     advance(1)
                 else:
@@ -184,6 +185,19 @@ class Evaluator:
         return select(candidates, list(range(self.depth)))
 
     def _score_batch(self, scored: ScoredLists, batch: list[CandidateList], journal: ScoreJournal | None) -> None:
+        """Accepts a batch; scores all of it if one list is missing, as batch mates may change the last bit."""
+        done = {} if journal is None else journal.entries
+        entries = {c.query.id: done[c.query.id] for c in batch if c.query.id in done}
+        if len(entries) < len(batch):
+            new = [entry for entry in self._entries(batch) if entry["query"] not in entries]
+            if journal is not None:
+                journal.append(new)
+            entries |= {entry["query"]: entry for entry in new}
+        for candidates in batch:
+            self._accept(scored, candidates, entries[candidates.query.id])
+
+    def _entries(self, batch: list[CandidateList]) -> list[dict[str, Any]]:
+        """Scores a batch; one journal entry per list."""
         heads = [self._head(candidates) for candidates in batch]
         started = time.perf_counter()
         results = self.ranker.score(heads)
@@ -205,19 +219,15 @@ class Evaluator:
                     "extra": {key: float(value) for key, value in result.extra.items() if np.isfinite(value)},
                 }
             )
-        if journal is not None:
-            journal.append(entries)
-        for candidates, entry in zip(batch, entries, strict=True):
-            self._accept(scored, candidates, entry)
+        return entries
 
-    def _check_entry(self, journal: ScoreJournal | None, head: CandidateList, entry: dict[str, Any]) -> dict[str, Any]:
+    def _check_entry(self, journal: ScoreJournal | None, head: CandidateList, entry: dict[str, Any]) -> None:
         if entry.get("list") != list_digest(head) or len(entry.get("scores", ())) != len(head):
             path = "the journal" if journal is None else journal.path
             raise UserError(
                 f"{path}: the candidates of query {head.query.id!r} have changed since they were scored; "
                 "choose another output folder, or set overwrite=true to start anew"
             )
-        return entry
 
     def _accept(self, scored: ScoredLists, candidates: CandidateList, entry: Mapping[str, Any]) -> None:
         scores = np.asarray(entry["scores"], dtype=np.float32)
