@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from blockrank.errors import UserError
+from blockrank.prompts.blocks import check_positive, segments_of_blocks
 from blockrank.prompts.encode import PromptSegments
 
 PREFIX, SUFFIX, PAD = -1, -2, -3
@@ -81,7 +82,7 @@ class LayoutShape:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["tokens", "positions", "segment_ids", "signals", "labels", "document_mask"],
-    meta_fields=["shape"],
+    meta_fields=["shape", "sequential"],
 )
 @dataclass(frozen=True)
 class TokenLayout:
@@ -89,7 +90,8 @@ class TokenLayout:
 
     `tokens`, `positions`, `segment_ids` [B, T]; padding has segment id `PAD`, token 0 and position 0.
     `signals` [B, S] and `labels` [B, A]: indices into the suffix of the signal tokens and of the answer tokens to be
-    predicted, -1 where absent. `document_mask` bool [B, N]: which document slots hold a document.
+    predicted, -1 where absent. `document_mask` bool [B, N]: which document slots hold a document. `sequential`: whether
+    positions run on over the whole prompt, or are permutation-invariant (where all is prefix, the two are the same).
     """
 
     tokens: Int[HostArray, "B T"]
@@ -99,6 +101,7 @@ class TokenLayout:
     labels: Int[HostArray, "B A"]
     document_mask: Bool[HostArray, "B N"]
     shape: LayoutShape
+    sequential: bool = False
 
     @property
     def prefix(self) -> slice:
@@ -161,29 +164,40 @@ class TokenLayout:
         parts = [
             _lay_out(segments, places, shape, suffix_offset) for segments, (places, _) in zip(batch, plans, strict=True)
         ]
-        return TokenLayout(*(np.stack(arrays) for arrays in zip(*parts, strict=True)), shape=shape)
+        arrays = (np.stack(arrays) for arrays in zip(*parts, strict=True))
+        return TokenLayout(*arrays, shape=shape, sequential=suffix_offset is None)
 
     @staticmethod
     def from_blocks(
         batch: Sequence[Sequence[Sequence[int]]],
         *,
-        signals: Sequence[int] = (-2, -1),
-        answer_length: int = 0,
+        signals: Sequence[int] | Sequence[Sequence[int]] = (-2, -1),
+        answer_length: int | Sequence[int] = 0,
         max_block_length: int | None = None,
         row_length: int | None = None,
         packing: Packing = "packed",
         suffix_offset: int | None = 16384,
+        vocab_size: int | None = None,
     ) -> TokenLayout:
         """Lay out token blocks that need no template: each list is `[prefix, document, ..., suffix]`.
 
-        `signals` index the suffix like a Python list (negative from its end). The suffix's last `answer_length` tokens
-        are the labels. Blocks longer than `max_block_length` keep their first tokens, except the suffix: its last
-        tokens carry the signals, so it stays whole. Rows are as long as the longest document unless `row_length` says.
+        `signals` index the suffix like a Python list (negative from its end), and the suffix's last `answer_length`
+        tokens are the labels: each one for all lists, or one per list. A signal may be the first label, as in the
+        released code, but none of the later ones, which have read the answer. Blocks longer than `max_block_length`
+        keep their first tokens, except the suffix: its last tokens carry the signals, so it stays whole. Rows are as
+        long as the longest document unless `row_length` says. Ids are checked against `vocab_size` where it is given.
+        Raises `UserError` that names the list, and the block, at fault.
         """
-        segments = [_segments_of(blocks, signals, answer_length, max_block_length, i) for i, blocks in enumerate(batch)]
+        if row_length is not None:
+            check_positive("row_length", row_length)
+        segments = segments_of_blocks(batch, signals, answer_length, max_block_length, vocab_size)
         longest = max((len(d) for s in segments for d in s.documents), default=1)
         return TokenLayout.from_segments(
-            segments, row_length=row_length or longest, packing=packing, suffix_offset=suffix_offset, bucket=False
+            segments,
+            row_length=row_length or max(longest, 1),
+            packing=packing,
+            suffix_offset=suffix_offset,
+            bucket=False,
         )
 
     @staticmethod
@@ -193,9 +207,9 @@ class TokenLayout:
         positions = np.broadcast_to(np.arange(t, dtype=np.int32), (b, t))
         empty = np.zeros((b, 0), np.int32)
         shape = LayoutShape(documents=0, prefix=t, rows=0, row_length=1, suffix=0, signals=0, labels=0)
-        return TokenLayout(
-            tokens, positions, np.full((b, t), PREFIX, np.int32), empty, empty, empty.astype(bool), shape=shape
-        )
+        segment_ids = np.full((b, t), PREFIX, np.int32)
+        mask = empty.astype(bool)
+        return TokenLayout(tokens, positions, segment_ids, empty, empty, mask, shape=shape, sequential=True)
 
     def unpack(self) -> list[list[np.ndarray]]:
         """The token blocks `[prefix, documents in list order, suffix]` of every list: packing undone (host only)."""
@@ -257,30 +271,4 @@ def _lay_out(
         padded(segments.signals, shape.signals),
         padded(labels, shape.labels),
         document_mask,
-    )
-
-
-def _segments_of(
-    blocks: Sequence[Sequence[int]], signals: Sequence[int], answer_length: int, limit: int | None, index: int
-) -> PromptSegments:
-    if len(blocks) < 2:
-        raise UserError(f"list {index} has {len(blocks)} blocks; at least a prefix and a suffix are needed")
-    *cut, suffix = (np.asarray(block, np.int32) for block in blocks)
-    if answer_length >= len(suffix):
-        raise UserError(
-            f"list {index}: answer_length={answer_length} leaves nothing of a suffix of {len(suffix)} tokens"
-        )
-    places = tuple(s + len(suffix) if s < 0 else s for s in signals)
-    if any(not 0 <= place < len(suffix) for place in places):
-        raise UserError(f"list {index}: signals {tuple(signals)} lie outside a suffix of {len(suffix)} tokens")
-    documents = tuple(block[:limit] for block in cut[1:])
-    return PromptSegments(
-        prefix=cut[0][:limit],
-        documents=documents,
-        document_index=tuple(range(len(documents))),
-        suffix=suffix,
-        signals=places,
-        answer_start=len(suffix) - answer_length,
-        truncated=tuple(limit is not None and len(block) > limit for block in cut[1:]),
-        query_truncated=False,
     )

@@ -118,6 +118,7 @@ def test_ablations_are_config_choices():
 
 
 def test_dry_run_counts_parameters_and_tokens_from_shapes():
+    assert "ntp_loss" in dry_run(train_config("ranker.visibility=dense", "model=tiny"))
     text = dry_run(train_config("+exp=msmarco"))
     assert "parameters: 7,248,023,552 (28.99 GB as float32)" in text
     (found,) = re.findall(r"tokens per list: ([\d,]+) at most", text)

@@ -257,3 +257,18 @@ def test_hidden_states_are_those_of_every_layer() -> None:
     assert_close(hidden[-1], last)
     expected = decoder().head_logits(hidden[-1])
     assert_close(nnx.jit(Decoder.logits)(decoder(), tokens), expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 96, 10**6])
+def test_ids_without_an_embedding_are_refused_or_poison_the_states(bad: int) -> None:
+    """Traced ids cannot raise; NaN states make the ranker and the trainer refuse their scores and losses."""
+    blocks = [[[1, 2], [3], [4, 5]], [[1, 2], [min(bad, 95) if bad > 0 else 1], [4, 5]]]
+    where = TokenLayout.from_blocks(blocks, suffix_offset=64)
+    tokens = where.tokens.copy()
+    tokens[1, where.shape.prefix] = bad
+    where = replace(where, tokens=tokens)
+    with pytest.raises(UserError, match=rf"token id {bad} is none of the model's 96"):
+        decoder().states_at(where, 1, visibility=BLOCKRANK)
+    traced = np.asarray(states_at(decoder(), on_device(where), layer=1))
+    assert np.isfinite(traced[0]).all()
+    assert np.isnan(traced[1]).any()

@@ -97,6 +97,7 @@ def test_positions_are_permutation_invariant(batch: list[PromptSegments], packin
 @given(batches(), st.sampled_from(PACKINGS))
 def test_sequential_positions_are_the_reading_order(batch: list[PromptSegments], packing: str) -> None:
     layout = TokenLayout.from_segments(batch, row_length=16, packing=packing, suffix_offset=None)
+    assert layout.sequential
     real = np.asarray(layout.segment_ids) != PAD
     np.testing.assert_array_equal(np.asarray(layout.positions)[real], np.asarray(layout.tokens)[real] - 1)
 
@@ -218,6 +219,7 @@ def test_layout_is_a_pytree_whose_shape_is_static() -> None:
     layout = TokenLayout.from_segments([numbered_prompt(3, [4, 2], 3)], row_length=8)
     doubled = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 2, x))(layout)
     assert doubled.shape == layout.shape
+    assert not doubled.sequential
     np.testing.assert_array_equal(doubled.tokens, layout.tokens * 2)
     assert hash(layout.shape) == hash(replace(layout.shape))
 
@@ -251,6 +253,28 @@ def test_blocks_without_documents_and_with_an_empty_one() -> None:
         [[1, 2], [3, 4]],
         [[1, 2], [], [5], [3, 4]],
     ]
+
+
+def test_blocks_of_lists_with_their_own_answers_and_signals() -> None:
+    blocks = [[[1], [11, 12], [31, 32, 33, 34]], [[2], [21], [41, 42, 43]]]
+    layout = TokenLayout.from_blocks(blocks, signals=[(-3,), np.array([0, 1])], answer_length=[2, 1], vocab_size=44)
+    assert layout.signals.tolist() == [[1, -1], [0, 1]]
+    assert layout.labels.tolist() == [[2, 3], [2, -1]]
+    for i, options in enumerate(({"signals": (-3,), "answer_length": 2}, {"signals": (0, 1), "answer_length": 1})):
+        alone = TokenLayout.from_blocks(blocks[i : i + 1], **options)
+        assert [s for s in layout.signals[i] if s >= 0] == alone.signals[0].tolist()
+        assert [s for s in layout.labels[i] if s >= 0] == alone.labels[0].tolist()
+
+
+def test_a_signal_may_be_the_first_label() -> None:
+    layout = TokenLayout.from_blocks([[[1], [2], [3, 4, 5]]], signals=(-3, -2), answer_length=2)
+    assert (layout.signals.tolist(), layout.labels.tolist()) == ([[0, 1]], [[1, 2]])
+
+
+def test_blocks_whose_documents_are_all_empty() -> None:
+    layout = TokenLayout.from_blocks([[[1, 2], [], [], [3, 4]]])
+    assert [len(block) for block in layout.unpack()[0]] == [2, 0, 0, 2]
+    assert layout.document_mask.tolist() == [[True, True]]
 
 
 PROMPT = numbered_prompt(4, [9, 3], 4, answer=1)
@@ -290,8 +314,37 @@ def test_no_prompts_are_refused() -> None:
     ("blocks", "options", "message"),
     [
         ([[1, 2]], {}, r"list 0 has 1 blocks; at least a prefix and a suffix"),
-        ([[1], [2], [3, 4]], {"answer_length": 2}, r"answer_length=2 leaves nothing of a suffix of 2 tokens"),
+        ([[1], [2], [3, 4]], {"answer_length": 2}, r"list 0: answer_length=2 .* leaves something of a suffix of 2 tok"),
+        ([[1], [2], [3, 4]], {"answer_length": -1}, r"answer_length=-1 must be an integer from 0 to 1"),
+        ([[1], [2], [3, 4]], {"answer_length": True}, r"answer_length=True must be"),
+        ([[1], [2], [3, 4]], {"answer_length": [0, 1]}, r"2 values of answer_length for 1 lists"),
         ([[1], [2], [3]], {}, r"signals \(-2, -1\) lie outside a suffix of 1 tokens"),
+        (
+            [[1], [2], [3, 4, 5]],
+            {"answer_length": 2},
+            r"list 0: signals \(-2, -1\) lie past token 1 of the suffix, the",
+        ),
+        (
+            [[1], [2], [3, 4, 5]],
+            {"signals": (0, 2), "answer_length": 2},
+            r"signals \(0, 2\) lie past token 1 .* 2 labels",
+        ),
+        ([[1], [2], [3, 4, 5]], {"signals": (2, -1)}, r"signals \(2, -1\) name one token twice"),
+        ([[1], [2], [3, 4, 5]], {"signals": [(0,), (1,)]}, r"2 values of signals for 1 lists"),
+        ([[1], [2], [3, 4, 5]], {"signals": [(0, 1.0)]}, r"list 0: signals \(0, 1\.0\) must be integers"),
+        ([[1], [2], [3, 4]], {"max_block_length": -1}, r"max_block_length=-1 must be a positive integer"),
+        ([[1], [2], [3, 4]], {"max_block_length": 0}, r"max_block_length=0 must be a positive integer"),
+        ([[1], [2], [3, 4]], {"max_block_length": 2.0}, r"max_block_length=2\.0 must be a positive integer"),
+        ([[1], [2], [3, 4]], {"row_length": 0}, r"row_length=0 must be a positive integer"),
+        ([[1], [2, -5], [3, 4]], {}, r"list 0, block 1: token 1 is -5, not an id from 0"),
+        ([[1], [2], [3, 7]], {"vocab_size": 7}, r"list 0, block 2: token 1 is 7, not an id from 0 to 6"),
+        ([[1], [2], [3, 1 << 31]], {}, r"token 1 is 2147483648, not an id from 0 to 2147483647"),
+        ([[1], [2.0], [3, 4]], {}, r"list 0, block 1 holds float64 values: token ids must be integers"),
+        ([[1], [True, 2], [3, 4]], {}, r"block 1 holds bool values"),
+        ([[1], np.ones(2, bool), [3, 4]], {}, r"block 1 holds bool values"),
+        ([[1], ["2"], [3, 4]], {}, r"block 1 holds str32 values"),
+        ([[1], [[2]], [3, 4]], {}, r"block 1 must be a flat list of token ids, not of shape \[1, 1\]"),
+        ([[1], [[2], [3, 4]], [3, 4]], {}, r"block 1 must be a flat list of token ids"),
     ],
 )
 def test_blocks_that_make_no_prompt_are_refused(blocks: list, options: dict, message: str) -> None:

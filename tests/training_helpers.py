@@ -6,6 +6,7 @@ Programs are compiled once for all trainers, also those in processes that tests 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -67,15 +68,7 @@ def make_batch(step: int, batch_size: int = 4, documents: int = 3) -> HostBatch:
     layout = TokenLayout.from_blocks(blocks, signals=(-4, -3), answer_length=2, row_length=16, suffix_offset=64)
     labels = np.array(layout.labels)
     labels[::2, -1] = -1
-    layout = TokenLayout(
-        layout.tokens,
-        layout.positions,
-        layout.segment_ids,
-        layout.signals,
-        labels,
-        layout.document_mask,
-        shape=layout.shape,
-    )
+    layout = dataclasses.replace(layout, labels=labels)
     ids = tuple(f"q{step}-{row}" for row in range(batch_size))
     return HostBatch(ids, TrainingBatch(layout, positive), int(layout.token_count().sum()), 0.1, 0.0, 0)
 

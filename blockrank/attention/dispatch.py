@@ -40,7 +40,11 @@ def attend(
     backend: str = "auto",
     sliding_window: Array | int | None = None,
 ) -> Float[Array, "B T K G H"]:
-    """Softmax attention over a layout, logits scaled by H^-1/2. Padding and blind queries give 0."""
+    """Softmax attention over a layout, logits scaled by H^-1/2. Padding and blind queries give 0.
+
+    Raises `UserError` for a layout with positions the visibility is not meant for.
+    """
+    visibility.check_positions(layout)
     scale = q.shape[-1] ** -0.5
     if resolve_backend(backend) == "reference":
         mask = visibility.materialize(Tokens.of(layout), sliding_window)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-def masked_softmax(logits: Float[Array, "*n S"], mask: Bool[Array, "*n S"]) -> Float[Array, "*n S"]:
+def masked_softmax(logits: Float[Array, "*n S"], mask: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
     """Softmax over the last axis where `mask`; a row with nothing visible is all zero, with zero gradient."""
     logits = jnp.where(mask, logits, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from blockrank.errors import UserError
 from blockrank.layout import PREFIX, SUFFIX, TokenLayout
 
 
@@ -88,6 +89,18 @@ class Visibility:
         pairs = [rule[:2] for rule in self.rules]
         if len(set(pairs)) < len(pairs):
             raise ValueError(f"visibility {self.name!r} has two rules for one pair of parts; compose them with &")
+
+    def check_positions(self, layout: TokenLayout) -> None:
+        """Raises `UserError` for a layout whose positions are of the scheme this pattern is not meant for."""
+        if layout.shape.prefix == layout.shape.tokens or layout.sequential == self.sequential:
+            return
+        has, needs, remedy = "permutation-invariant", "sequential", "None"
+        if not self.sequential:
+            has, needs, remedy = needs, has, "the suffix's position, 8192 in the paper"
+        raise UserError(
+            f"visibility={self.name!r} needs {needs} positions, but the layout has {has} ones: "
+            f"lay it out with suffix_offset={remedy}, or choose another visibility"
+        )
 
     def relation(self, query: Part, key: Part) -> Relation | None:
         return next((r for q, k, r in self.rules if q is query and k is key), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -25,7 +26,7 @@ from blockrank.models.stack import Block, Remat, layer_windows, scan_blocks, sta
 
 
 class Embedding(nnx.Module):
-    """Token embedding [V, D]; the row of `padding_id` gets no gradient when looked up."""
+    """Token embedding [V, D]; the row of `padding_id` gets no gradient when looked up. Ids outside V give NaN."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         shape = config.vocab_size, config.hidden_size
@@ -33,7 +34,8 @@ class Embedding(nnx.Module):
         self.padding_id = config.padding_id
 
     def __call__(self, tokens: Int[Array, "*n"], dtype: jnp.dtype) -> Float[Array, "*n D"]:
-        states = self.embedding[...][tokens].astype(dtype)
+        table = self.embedding[...]
+        states = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
         if self.padding_id is None:
             return states
         return jnp.where(tokens[..., None] == self.padding_id, jax.lax.stop_gradient(states), states)
@@ -101,8 +103,12 @@ class Trunk(nnx.Module):
         def step(block: Block, state: Array, window: Any) -> tuple[Array, Any]:
             return forward(block, state, window), look(block, state)
 
-        state = self.embed(layout.tokens, self.dtype)
+        state = self._embedded(layout)
         return scan_blocks(self.blocks, step, state, self._windows(visibility))[1]
+
+    def _embedded(self, layout: TokenLayout) -> Float[Array, "B T D"]:
+        check_tokens(layout.tokens, self.config.vocab_size)
+        return self.embed(layout.tokens, self.dtype)
 
     def _step(self, layout: TokenLayout, visibility: Visibility, backend: str) -> Callable[[Block, Array, Any], Array]:
         visible = partial(attend, layout=layout, visibility=visibility, backend=backend)
@@ -122,7 +128,7 @@ class Trunk(nnx.Module):
         tap: int | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         forward = self._step(layout, visibility, backend)
-        state = self.embed(layout.tokens, self.dtype)
+        state = self._embedded(layout)
         depth = jax.tree.leaves(nnx.state(blocks))[0].shape[0]
         windows = self._windows(visibility)
         xs = jnp.arange(depth), None if windows is None else windows[:depth]
@@ -211,3 +217,13 @@ def check_score_layer(score_layer: int, config: DecoderConfig) -> None:
     """Raise `UserError` unless `score_layer` is one of the model's layers."""
     if not 0 <= score_layer < config.num_layers:
         raise UserError(f"score_layer={score_layer} is not one of the model's {config.num_layers} layers (0-based)")
+
+
+def check_tokens(tokens: Int[Array, "B T"], vocab_size: int) -> None:
+    """Raise `UserError` for an id without an embedding. Traced ids cannot be told: their states are NaN instead."""
+    if isinstance(tokens, jax.core.Tracer) or not tokens.size:
+        return
+    ids = np.asarray(tokens)
+    for bad in (int(ids.min()), int(ids.max())):
+        if not 0 <= bad < vocab_size:
+            raise UserError(f"token id {bad} is none of the model's {vocab_size}: model and tokenizer do not belong")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
+from blockrank.attention.visibility import PATTERNS
 from blockrank.config import to_plain
 from blockrank.errors import UserError
 from blockrank.layout import LayoutShape, TokenLayout
@@ -45,7 +46,7 @@ def dry_run(config: TrainConfig) -> str:
         share_fn=ranking_share_fn(objective),
     )
     shape = largest_shape(config)
-    _, metrics = jax.eval_shape(step, state, _abstract_batch(shape, config.trainer.batch_size))
+    _, metrics = jax.eval_shape(step, state, _abstract_batch(shape, config))
     lists = config.trainer.batch_size
     lines = [
         f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as float32), trainable "
@@ -84,14 +85,16 @@ def largest_shape(config: TrainConfig) -> LayoutShape:
     return needed.bucketed()
 
 
-def _abstract_batch(shape: LayoutShape, batch: int) -> TrainingBatch:
+def _abstract_batch(shape: LayoutShape, config: TrainConfig) -> TrainingBatch:
     def array(*sizes: int, dtype: Any = np.int32) -> Any:
-        return jax.ShapeDtypeStruct((batch, *sizes), dtype)
+        return jax.ShapeDtypeStruct((config.trainer.batch_size, *sizes), dtype)
 
     stream = array(shape.tokens)
     signals, labels = array(shape.signals), array(shape.labels)
     documents = array(shape.documents, dtype=bool)
-    return TrainingBatch(TokenLayout(stream, stream, stream, signals, labels, documents, shape=shape), documents)
+    sequential = PATTERNS[config.ranker.visibility].sequential
+    layout = TokenLayout(stream, stream, stream, signals, labels, documents, shape=shape, sequential=sequential)
+    return TrainingBatch(layout, documents)
 
 
 def _gigabytes(tree: Any) -> str:
