@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from blockrank.config import build
 from blockrank.errors import UserError
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import load_decoder
@@ -18,7 +17,8 @@ from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
 from blockrank.training.checkpoint import load_checkpoint_model
-from blockrank.training.initial import model_path
+from blockrank.training.export import RankingRecord
+from blockrank.training.initial import check_vocabulary, model_path
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,21 @@ class Source:
 def open_source(path_or_name: str | Path, *, dtype: jnp.dtype = jnp.float32) -> Source:
     """The model at `path_or_name`, with weights and activations in `dtype`.
 
-    A training run's (or one of its steps') prompt, readout settings and limits come along; other sources know none.
+    A training run's (or one of its steps') prompt, readout settings and limits come along, also those of a run exported
+    as a Hugging Face folder; other sources know none.
     Raises `UserError` when there is nothing to load.
     """
     path = model_path(str(path_or_name))
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         model = load_decoder(path, dtype=dtype, param_dtype=dtype)
         saved = path / TEMPLATE_FILE
-        return Source(model, load_tokenizer(path), PromptTemplate.from_yaml(saved) if saved.is_file() else None)
+        template = PromptTemplate.from_yaml(saved) if saved.is_file() else None
+        record = RankingRecord.read(path)
+        settings, limits = (None, None) if record is None else (record.ranker, record.limits)
+        return Source(model, load_tokenizer(path), template, settings, limits)
     found = load_checkpoint_model(path, dtype=dtype, param_dtype=dtype)
-    settings, limits = (found.meta["config"][key] for key in ("ranker", "limits"))
-    return Source(
-        found.model,
-        found.tokenizer,
-        found.template,
-        build(AttentionSettings, settings, "ranker"),
-        build(PromptLimits, limits, "limits"),
-    )
+    record = RankingRecord.of_run(found.meta)
+    return Source(found.model, found.tokenizer, found.template, record.ranker, record.limits)
 
 
 def make_ranker(
@@ -66,8 +64,9 @@ def make_ranker(
     """An attention ranker over a source.
 
     A field of `settings` or `limits` that is not given comes from `preset` if one is named, else from the source, else
-    from the `paper` preset; so does the template.
+    from the `paper` preset; so does the template. Raises `UserError` for a tokenizer with ids the model does not embed.
     """
+    check_vocabulary(source.model.config, source.tokenizer)
     if preset is not None and preset not in PRESETS:
         raise UserError(f"preset={preset!r} is unknown: choose one of {', '.join(PRESETS)}")
     read = source.settings or AttentionSettings(**PRESETS["paper"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,3 +209,10 @@ def test_settings_come_from_the_source_then_the_preset_then_the_call(attention_r
     assert changed.encoder.limits.query_tokens == 9
     with pytest.raises(UserError, match="preset"):
         make_ranker(trained, preset="papper")
+
+
+def test_a_tokenizer_with_ids_the_model_lacks_is_refused(attention_reranker):
+    ranker = attention_reranker.ranker
+    small = replace(ranker.model.config, vocab_size=300, windows=(None,))
+    with pytest.raises(UserError, match=r"the tokenizer has \d+ ids, the model embeds 300"):
+        make_ranker(Source(random_decoder(small, 0), ranker.encoder.tokenizer))

@@ -15,19 +15,23 @@ import numpy as np
 import pytest
 from training_helpers import tiny_config, tiny_model
 
-from blockrank.config import to_plain
+from blockrank.api import Reranker
+from blockrank.config import build, compose, to_plain
 from blockrank.errors import UserError
+from blockrank.prompts.encode import PromptEncoder
 from blockrank.prompts.template import PromptTemplate
+from blockrank.train import _record
 from blockrank.training.checkpoint import (
     Checkpoints,
     CheckpointSettings,
-    export_hf,
     from_nested,
     load_checkpoint_model,
     locate,
     to_nested,
 )
+from blockrank.training.export import RECORD_FILE, export_hf
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
+from blockrank.training.recipe import TrainConfig
 from blockrank.training.state import TrainState, create_state, split_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -249,3 +253,46 @@ def test_model_loads_with_its_prompt_and_exports_to_transformers(tmp_path, smoll
     theirs = transformers.AutoModelForCausalLM.from_pretrained(target)(torch.tensor(tokens)).logits
     np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
     assert PromptTemplate.from_yaml(target / "prompt.yaml").fingerprint == template.fingerprint
+
+
+def test_an_exported_run_ranks_as_its_checkpoint(tmp_path, smollm2_tokenizer):
+    """Settings, limits and template that differ from every default, written as training writes them."""
+    config = build(
+        TrainConfig,
+        compose(
+            "train",
+            [
+                *("model=tiny", "prompt=brief", "ranker=attention_release", "ranker.score_layer=3"),
+                *("ranker.row_length=96", "ranker.suffix_offset=700", "limits.document_tokens=40"),
+            ],
+        ),
+    )
+    template = PromptTemplate.from_config(config.prompt, "prompt")
+    model = config.model.load(4)
+    record = _record(config, PromptEncoder(template, smollm2_tokenizer, config.limits), model, None, 1)
+    _, params = split_model(model)
+    optimizer, _ = make_optimizer(ADAMW, 10)
+    state = create_state(params, optimizer, Trainable.of(params, ADAMW))
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(state, data={}, meta=record.meta, write_files=record.write_files)
+    checkpoints.close()
+
+    folder = export_hf(tmp_path / "run", tmp_path / "exported")
+    run, exported = (Reranker.from_pretrained(path) for path in (tmp_path / "run", folder))
+    assert exported.ranker.settings == config.ranker
+    assert exported.ranker.encoder.limits == config.limits
+    assert exported.ranker.encoder.fingerprint == run.ranker.encoder.fingerprint
+    docs = ["rivers run to the sea", "word " * 90, "stones lie in the river"]
+    scores = run.score("where do rivers end", docs)
+    np.testing.assert_array_equal(exported.score("where do rivers end", docs), scores)
+    assert run.rank("where do rivers end", docs).truncated == 1
+
+    path = folder / RECORD_FILE
+    known = json.loads(path.read_text())
+    assert known["ranker"]["score_layer"] == 3
+    path.write_text(json.dumps({**known, "ranker": {**known["ranker"], "score_layr": 3}}))
+    with pytest.raises(UserError, match=r"blockrank\.json\.ranker\.score_layr"):
+        Reranker.from_pretrained(folder)
+    path.unlink()
+    bare = Reranker.from_pretrained(folder).ranker
+    assert bare.settings.score_layer is None

@@ -22,10 +22,9 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from blockrank.config import build
 from blockrank.errors import UserError, at_least
-from blockrank.models import hf
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
-from blockrank.models.loading import abstract_decoder, flat_parameters
+from blockrank.models.loading import abstract_decoder
 from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.training.optimizer import path_name
@@ -337,12 +336,3 @@ def load_checkpoint_model(
         )
     finally:
         checkpoints.close()
-
-
-def export_hf(checkpoint: str | Path, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
-    """Writes a checkpoint's model, tokenizer and template as a folder that `transformers` loads; returns the folder."""
-    loaded = load_checkpoint_model(checkpoint)
-    params = flat_parameters(loaded.model)
-    target = hf.save(folder, loaded.model.config, params, loaded.tokenizer, dtype, overwrite=overwrite)
-    loaded.template.save(target)
-    return target
