@@ -102,6 +102,8 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
     )
     ranker = AttentionRanker(model, encoder, config.ranker)
+    if batches.shape is not None:
+        ranker.note_positions(config.ranker.positions(batches.shape))
     held_out = (
         None if config.test is None else HeldOut(collection, config.test, config.output_dir / "evaluation", config.seed)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -253,6 +254,43 @@ def test_another_model_scores_without_compiling_anew() -> None:
     assert np.abs(after.scores - before.scores).max() > 0.01
     (fresh,) = scored(AttentionRanker(other, encoder(), SETTINGS), candidates)
     assert_same_scores(after.scores, fresh.scores)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "told"),
+    [
+        (
+            {"suffix_offset": 2048},
+            "INFO",
+            r"positions run to 2[01]\d\d, past .*=1024: .*; ranker\.suffix_offset=2048 says",
+        ),
+        (
+            {"visibility": "dense"},
+            "WARNING",
+            r"positions run to 1\d\d\d, past .*=1024: RoPE extrapolates; rank fewer or",
+        ),
+        ({"suffix_offset": 900}, None, ""),
+    ],
+    ids=["blockrank", "dense", "within"],
+)
+def test_positions_past_the_models_are_told_once(
+    changes: dict, level: str | None, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = Decoder(replace(decoder().config, max_positions=1024), rngs=nnx.Rngs(0))
+    pair = AttentionRanker(short, encoder(), replace(SETTINGS, **changes))
+    with caplog.at_level("INFO", attention.__name__):
+        scored(pair, listed(*passages(30)))
+        scored(pair, listed(*passages(30)), listed(*passages(2)))
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [name for name, _ in found] == ([] if level is None else [level])
+    assert all(re.search(told, text) for _, text in found)
+
+
+def test_the_most_positions_of_a_shape() -> None:
+    segments = [encoder().encode(listed(*passages(4)))]
+    for read in (SETTINGS, replace(SETTINGS, visibility="dense")):
+        layout = read.lay_out(segments, bucket=False)
+        assert layout.positions.max() < read.positions(layout.shape)
 
 
 def test_a_truncated_document_still_scores_and_is_flagged() -> None:

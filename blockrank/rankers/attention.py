@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -20,6 +21,8 @@ from blockrank.models.loading import flat_parameters
 from blockrank.prompts.encode import PromptEncoder, PromptSegments
 from blockrank.rankers.readout import Aggregation, attention_scores
 from blockrank.types import CandidateList, ListScores
+
+log = logging.getLogger(__name__)
 
 EMPTY_SCORE = 0.0
 """Score of a document without text: no attention mass, below every document that has any."""
@@ -58,6 +61,10 @@ class AttentionSettings:
         layer = config.num_layers * 5 // 8 if self.score_layer is None else self.score_layer
         check_score_layer(layer, config)
         return layer
+
+    def positions(self, shape: LayoutShape) -> int:
+        """How many positions a layout of this shape has at most."""
+        return shape.tokens if PATTERNS[self.visibility].sequential else self.suffix_offset + shape.suffix
 
     def lay_out(
         self, batch: Sequence[PromptSegments], *, shape: LayoutShape | None = None, bucket: bool = True
@@ -110,6 +117,7 @@ class AttentionRanker:
         if wanted not in (None, cut):
             raise UserError(f"score_layer={wanted}, but this model was truncated at layer {cut}")
         self.model = model
+        self._positions_told = False
         graph, self._state = nnx.split(model)
         settings = self.settings
 
@@ -124,6 +132,21 @@ class AttentionRanker:
             )
 
         self._score = jax.jit(score)
+
+    def note_positions(self, count: int) -> None:
+        """Tell, once, of positions beyond those the model was trained for, where RoPE extrapolates.
+
+        A warning where they hold running text; under BlockRank only the suffix lies there, by choice.
+        """
+        known = self.model.config.max_positions
+        if count <= known or self._positions_told:
+            return
+        self._positions_told = True
+        text = f"positions run to {count}, past the model's max_position_embeddings={known}: RoPE extrapolates"
+        if PATTERNS[self.settings.visibility].sequential:
+            log.warning("%s; rank fewer or shorter documents, or take a model with a longer context", text)
+        else:
+            log.info("%s; ranker.suffix_offset=%d says where the suffix lies", text, self.settings.suffix_offset)
 
     def set_model(self, model: Decoder) -> None:
         """Score with another model of the same config from now on; nothing is compiled anew."""
@@ -142,6 +165,7 @@ class AttentionRanker:
         results = {i: self._unread(lists[i]) for i in range(len(lists)) if i not in readable}
         for batch in self._batches(readable, segments):
             layout = self.settings.lay_out([segments[i] for i in batch])
+            self.note_positions(int(layout.positions.max()) + 1)
             masses = np.asarray(self._score(self._state, _pad_batch(layout)))[: len(batch)]
             for i, mass, tokens in zip(batch, masses, layout.token_count(), strict=True):
                 results[i] = self._result(lists[i], segments[i], mass, int(tokens))
