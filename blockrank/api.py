@@ -211,8 +211,9 @@ def _per_document(
     """For each list of documents its row of `values`, or None where there are none."""
     if values is None:
         return [None] * len(docs)
-    rows = [_as_list(row, name, "one value per document") for row in _as_list(values, name, "lists")]
-    if [len(row) for row in rows] != [len(documents) for documents in docs]:
+    lists = _as_list(values, name, "lists")
+    rows: list[list[Any] | None] = [_as_list(row, name, "one value per document") for row in lists]
+    if [len(row or ()) for row in rows] != [len(documents) for documents in docs]:
         raise UserError(f"{name} must name every document of every list, once each")
     return rows
 

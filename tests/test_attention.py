@@ -186,6 +186,7 @@ def test_memory_of_many_rows_does_not_grow_with_their_logits(monkeypatch: pytest
         monkeypatch.setattr(xla, "MAX_TILE_LOGITS", limit)
         options = {"pattern": BLOCKRANK, "backend": "xla", "tile": limit}
         memory = PROGRAMS["xla"].lower(*arrays, layout, None, **options).compile().memory_analysis()
+        assert memory is not None
         temporaries[limit] = memory.temp_size_in_bytes
     whole, tiled = temporaries.values()
     assert tiled < whole / 2

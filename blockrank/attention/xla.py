@@ -97,7 +97,11 @@ def _shared(
     q: Float[Array, "B T K G H"], tokens: Tokens, keys: Keys, visibility: Visibility, window: Array | int | None, scale
 ) -> Float[Array, "B T K G H"]:
     """Queries that all see the same keys."""
-    return _tiled(lambda part: _attend(*part, keys, visibility, window, scale), (q, tokens), keys.k.shape[1])
+
+    def attend(queries: tuple[Array, Tokens]) -> Array:
+        return _attend(queries[0], queries[1], keys, visibility, window, scale)
+
+    return _tiled(attend, (q, tokens), keys.k.shape[1])
 
 
 def _rows(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from blockrank.attention.dispatch import attend
@@ -221,7 +222,7 @@ def check_score_layer(score_layer: int, config: DecoderConfig) -> None:
 
 def check_tokens(tokens: Int[Array, "B T"], vocab_size: int) -> None:
     """Raise `UserError` for an id without an embedding. Traced ids cannot be told: their states are NaN instead."""
-    if isinstance(tokens, jax.core.Tracer) or not tokens.size:
+    if isinstance(tokens, Tracer) or not tokens.size:
         return
     ids = np.asarray(tokens)
     for bad in (int(ids.min()), int(ids.max())):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ class Trainable:
             pattern = re.compile(settings.trainable)
         except re.error as error:
             raise UserError(f"optimizer.trainable={settings.trainable!r} is no regular expression: {error}") from error
-        leaves = flatten_dict(params)
+        leaves = _flat(params)
         layers = {
             keys: _layer_range(".".join(keys), leaf.shape, settings)
             for keys, leaf in leaves.items()
@@ -125,17 +125,21 @@ class Trainable:
 
     def take(self, params: Params) -> Params:
         """The trainable part: a nested dict without what is frozen, stacked parameters cut to their layers."""
-        leaves = flatten_dict(params)
+        leaves = _flat(params)
         taken = {keys: leaves[keys] if cut is None else leaves[keys][cut] for keys, cut in self.layers.items()}
         return unflatten_dict(taken)
 
     def put(self, params: Params, part: Params) -> Params:
         """`params` with the trainable part replaced."""
-        leaves = flatten_dict(params)
-        for keys, new in flatten_dict(part).items():
+        leaves = _flat(params)
+        for keys, new in _flat(part).items():
             cut, leaf = self.layers[keys], leaves[keys]
             leaves[keys] = new if cut is None else jnp.concatenate([leaf[: cut.start], new, leaf[cut.stop :]])
         return unflatten_dict(leaves)
+
+
+def _flat(tree: Params) -> dict[tuple[str, ...], Any]:
+    return cast(dict[tuple[str, ...], Any], flatten_dict(tree))
 
 
 def _layer_range(path: str, shape: tuple[int, ...], settings: OptimizerSettings) -> slice | None:
