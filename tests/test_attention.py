@@ -86,7 +86,7 @@ PROGRAMS = {
 
 
 def with_gradients(arrays, layout, pattern, backend="xla", sliding_window=None):
-    tile = xla.MAX_TILE_LOGITS
+    tile = xla.MAX_TILE_LOGITS, xla.ROW_TILE
     return PROGRAMS[backend](*arrays, layout, sliding_window, pattern=pattern, backend=backend, tile=tile)
 
 
@@ -168,7 +168,7 @@ def test_tiles(pattern: Visibility, limit: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("limit", "options"), [(1, {}), (700, {}), (1400, {"packing": "chunked"})], ids=["one", "two", "four"]
 )
-def test_tiles_of_rows(limit: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_rows(limit: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of one row, and of several, the last of which is not full."""
     batch = [random_prompt(6, 5, [16, 12, 9, 16, 16, 7, 3], 6), random_prompt(7, 4, [2, 13], 3)]
     layout = lay_out(batch, BLOCKRANK, bucket=False, **options)
@@ -190,6 +190,24 @@ def test_memory_of_many_rows_does_not_grow_with_their_logits(monkeypatch: pytest
         temporaries[limit] = memory.temp_size_in_bytes
     whole, tiled = temporaries.values()
     assert tiled < whole / 2
+
+
+@pytest.mark.parametrize("pattern", [BLOCKRANK, ENCODER], ids=lambda p: p.name)
+def test_tiles_of_rows(pattern: Visibility, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16 in tiles of 6, 6 and 4: documents begin and end within tiles, and some span them."""
+    monkeypatch.setattr(xla, "ROW_TILE", 6)
+    assert_backends_agree(lay_out(BATCH, pattern, bucket=False), pattern)
+
+
+def test_causal_rows_compute_no_logits_behind_a_tile() -> None:
+    layout = lay_out([random_prompt(6, 16, [120, 100, 36], 8)], BLOCKRANK, row_length=256, bucket=False)
+    q, k, v, _ = tensors(layout, Heads(1, 1, 8))
+    program = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, layout=layout, visibility=BLOCKRANK, backend="xla"))
+    assert {eqn.outvars[0].aval.shape[-2:] for eqn in program(q, k, v).eqns if eqn.primitive.name == "dot_general"} >= {
+        (128, 16 + 128),
+        (128, 16 + 256),
+    }
+    assert "256,272" not in str(program(q, k, v)).replace(" ", "")
 
 
 @settings(max_examples=12, deadline=None)

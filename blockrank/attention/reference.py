@@ -7,13 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-def masked_softmax(logits: Float[Array, "*n S"], mask: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
-    """Softmax over the last axis where `mask`; a row with nothing visible is all zero, with zero gradient."""
+def masked_exponentials(
+    logits: Float[Array, "*n S"], mask: Bool[Array, "*#n S"]
+) -> tuple[Float[Array, "*n S"], Float[Array, "*n 1"]]:
+    """Softmax over the last axis before its division: weights, 0 outside `mask`, and their sum, 1 for blind rows."""
     logits = jnp.where(mask, logits, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1.0)
+    return weights, jnp.where(total > 0, total, 1.0)
+
+
+def masked_softmax(logits: Float[Array, "*n S"], mask: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
+    """Softmax over the last axis where `mask`; a row with nothing visible is all zero, with zero gradient."""
+    weights, total = masked_exponentials(logits, mask)
+    return weights / total
 
 
 def reference_attention(

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blockrank.attention.precision import matmul_precision
-from blockrank.attention.reference import masked_softmax
+from blockrank.attention.reference import masked_exponentials
 from blockrank.attention.visibility import Part, Tokens, Visibility
 from blockrank.layout import PAD, TokenLayout
 
 MAX_TILE_LOGITS = 1 << 22
 """Query-key pairs per list and head held at once; longer query parts, and more rows, are tiled."""
+
+ROW_TILE = 128
+"""Queries of a row that share one range of keys: fewer waste fewer logits, more make larger products."""
 
 
 class Keys(NamedTuple):
@@ -32,6 +35,10 @@ class Keys(NamedTuple):
     def concatenate(parts: list[Keys]) -> Keys:
         k, v = (jnp.concatenate(arrays, axis=1) for arrays in zip(*((p.k, p.v) for p in parts), strict=True))
         return Keys(k, v, Tokens.concatenate([p.tokens for p in parts]))
+
+    def first(self, count: int) -> Keys:
+        """The first `count` keys of each row (arrays [B, M, S, ...])."""
+        return jax.tree.map(lambda x: x[:, :, :count], self)
 
 
 def xla_attention(
@@ -80,7 +87,8 @@ def _attend(
     """Every query against every key given, masked by the rules.
 
     A kv head's query heads are laid beside its queries, so that each product is one large matrix per batch entry and
-    head: XLA on CPU runs that three times faster than the einsum over separate axes, forward and backward.
+    head: XLA on CPU runs that three times faster than the einsum over separate axes, forward and backward. The softmax
+    divides after the product with v, where there is less to divide.
     """
     *batch, t, kv_heads, groups, head_dim = q.shape
     precision = matmul_precision(q.dtype)
@@ -88,9 +96,11 @@ def _attend(
     k, v = jnp.einsum("...skh->...ksh", keys.k), jnp.einsum("...skh->...ksh", keys.v)
     logits = jnp.einsum("...th,...sh->...ts", stacked, k, precision=precision, preferred_element_type=jnp.float32)
     mask = visibility.allowed(tokens, keys.tokens, window)[..., None, None, :, :]
-    weights = masked_softmax(scale * logits.reshape(*batch, kv_heads, groups, t, k.shape[-2]), mask).astype(q.dtype)
-    out = jnp.einsum("...ts,...sh->...th", weights.reshape(logits.shape), v, precision=precision)
-    return jnp.einsum("...kgth->...tkgh", out.reshape(*batch, kv_heads, groups, t, head_dim))
+    weights, total = masked_exponentials(scale * logits.reshape(*batch, kv_heads, groups, t, k.shape[-2]), mask)
+    weights = weights.astype(q.dtype).reshape(logits.shape)
+    out = jnp.einsum("...ts,...sh->...th", weights, v, precision=precision, preferred_element_type=jnp.float32)
+    out = (out.reshape(*batch, kv_heads, groups, t, head_dim) / total).astype(q.dtype)
+    return jnp.einsum("...kgth->...tkgh", out)
 
 
 def _shared(
@@ -114,7 +124,15 @@ def _rows(
     window: Array | int | None,
     scale: float,
 ) -> Float[Array, "B T K G H"]:
-    """Packed rows: each row against the shared keys and its own row's, under one softmax."""
+    """Packed rows: each row against the shared keys and its own row's, under one softmax.
+
+    A row holds each document in reading order, so causal queries need no key of the row that lies after them: rows are
+    taken in tiles of queries that stop there.
+    """
+
+    relation = visibility.relation(Part.DOCUMENT, Part.DOCUMENT)
+    causal = relation is not None and relation.causal
+    tile = -(-row_length // -(-row_length // ROW_TILE)) if causal else row_length
 
     def split(x: Array) -> Array:
         return x.reshape(x.shape[0], x.shape[1] // row_length, row_length, *x.shape[2:])
@@ -127,7 +145,12 @@ def _rows(
             return jnp.concatenate([repeated, own], axis=2)
 
         keys = jax.tree.map(with_shared, own, shared)
-        return _attend(q, tokens, keys, visibility, window, scale)
+        outputs = []
+        for start in range(0, row_length, tile):
+            end = min(start + tile, row_length)
+            queries, where = jax.tree.map(lambda x: x[:, :, start:end], (q, tokens))  # noqa: B023
+            outputs.append(_attend(queries, where, keys.first(shared.k.shape[1] + end), visibility, window, scale))
+        return jnp.concatenate(outputs, axis=2)
 
     logits_per_row = row_length * (shared.k.shape[1] + row_length)
     return _tiled(attend, jax.tree.map(split, (q, tokens, own)), logits_per_row).reshape(q.shape)
