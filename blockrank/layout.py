@@ -211,6 +211,19 @@ class TokenLayout:
         mask = empty.astype(bool)
         return TokenLayout(tokens, positions, segment_ids, empty, empty, mask, shape=shape, sequential=True)
 
+    @staticmethod
+    def blank(batch_size: int, shape: LayoutShape) -> TokenLayout:
+        """A batch of prompts without a token, to compile for a shape."""
+
+        def ints(size: int, value: int) -> np.ndarray:
+            return np.full((batch_size, size), value, np.int32)
+
+        tokens, segment_ids = ints(shape.tokens, 0), ints(shape.tokens, PAD)
+        none = np.zeros((batch_size, shape.documents), bool)
+        return TokenLayout(
+            tokens, tokens, segment_ids, ints(shape.signals, -1), ints(shape.labels, -1), none, shape=shape
+        )
+
     def unpack(self) -> list[list[np.ndarray]]:
         """The token blocks `[prefix, documents in list order, suffix]` of every list: packing undone (host only)."""
         tokens, segments = np.asarray(self.tokens), np.asarray(self.segment_ids)

@@ -195,6 +195,39 @@ def test_batches_hold_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatc
     assert len(sizes) == 2
 
 
+def test_the_host_prepares_a_batch_while_the_last_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+
+    class Encoder:
+        def encode(self, candidates: CandidateList) -> object:
+            events.append(f"encode {len(candidates)}")
+            return encoder().encode(candidates)
+
+    lists = [listed(*passages(n, seed=n)) for n in (3, 4, 5)]
+    expected = scored(ranker(replace(SETTINGS, batch_tokens=1)), *lists)
+    one_by_one = AttentionRanker(decoder(), encoder(), replace(SETTINGS, batch_tokens=1))
+    result, score = one_by_one._result, one_by_one._score
+    monkeypatch.setattr(one_by_one, "encoder", Encoder())
+    monkeypatch.setattr(one_by_one, "_score", lambda *a: events.append("launch") or score(*a))
+    monkeypatch.setattr(one_by_one, "_result", lambda c, *a: events.append(f"read {len(c)}") or result(c, *a))
+    for found, known in zip(one_by_one.score(lists), expected, strict=True):
+        np.testing.assert_array_equal(found.scores, known.scores)
+    assert events.index("read 3") > events.index("encode 5")
+    assert [e for e in events if e[:4] != "enco"] == ["launch", "launch", "read 3", "launch", "read 4", "read 5"]
+
+
+def test_a_bucket_compiles_once_and_warming_up_compiles_it_ahead() -> None:
+    warm = AttentionRanker(decoder(), encoder(), SETTINGS)
+    lists = [listed(*passages(n, seed=n), query="river") for n in (7, 8, 8)]
+    shapes = {warm.settings.lay_out([warm.encoder.encode(candidates)]).shape for candidates in lists}
+    warm.warm_up(shapes)
+    assert warm.compilations == len(shapes)
+    for candidates in lists:
+        (result,) = scored(warm, candidates)
+        assert_same_scores(result.scores, scored(ranker(), candidates)[0].scores)
+    assert warm.compilations == len(shapes)
+
+
 def test_presets() -> None:
     paper, release = preset_settings("paper"), preset_settings("release", score_layer=1)
     assert (paper.suffix_offset, paper.signal_aggregation) == (8192, "sum")

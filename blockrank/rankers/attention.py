@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -23,6 +23,10 @@ from blockrank.rankers.readout import Aggregation, attention_scores
 from blockrank.types import CandidateList, ListScores
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Batch: TypeAlias = list[tuple[int, PromptSegments]]
+"""Lists that are scored together: the place of each in the input, and its prompt."""
 
 EMPTY_SCORE = 0.0
 """Score of a document without text: no attention mass, below every document that has any."""
@@ -98,7 +102,8 @@ class AttentionRanker:
     """Scores candidate lists by the attention of the signal tokens at the score layer.
 
     Scores are relative to the list: masses of one list sum to the number of signal tokens (or to 1), so they do not
-    compare across lists. Shapes are bucketed; a bucket compiles once.
+    compare across lists. Shapes are bucketed; a bucket compiles once. The host prepares a batch while the device scores
+    the one before.
     """
 
     def __init__(
@@ -160,32 +165,43 @@ class AttentionRanker:
 
     def score(self, lists: Sequence[CandidateList]) -> list[ListScores]:
         """Scores of each list in its own order; documents without text score `EMPTY_SCORE`."""
-        segments = {i: self.encoder.encode(candidates) for i, candidates in enumerate(lists) if candidates.documents}
-        readable = [i for i, s in segments.items() if s.documents]
-        results = {i: self._unread(lists[i]) for i in range(len(lists)) if i not in readable}
-        for batch in self._batches(readable, segments):
-            layout = self.settings.lay_out([segments[i] for i in batch])
-            self.note_positions(int(layout.positions.max()) + 1)
-            masses = np.asarray(self._score(self._state, _pad_batch(layout)))[: len(batch)]
-            for i, mass, tokens in zip(batch, masses, layout.token_count(), strict=True):
-                results[i] = self._result(lists[i], segments[i], mass, int(tokens))
-        return [results[i] for i in range(len(lists))]
+        results = [self._unread(candidates) for candidates in lists]
+        for batch, layout, masses in _one_late(self._launch(lists)):
+            counts = layout.token_count()
+            for (i, segments), mass, tokens in zip(batch, np.asarray(masses)[: len(batch)], counts, strict=True):
+                results[i] = self._result(lists[i], segments, mass, int(tokens))
+        return results
 
-    def _batches(self, indices: list[int], segments: dict[int, PromptSegments]) -> list[list[int]]:
-        """Lists in order, as many together as `batch_tokens` allows."""
-        batches: list[list[int]] = []
+    def warm_up(self, shapes: Iterable[LayoutShape], batch_size: int = 1) -> None:
+        """Compile for batches of `batch_size` lists of these shapes (`settings.lay_out(...).shape`) ahead of need."""
+        for shape in shapes:
+            blank = TokenLayout.blank(round_up_geometric(batch_size), shape)
+            jax.block_until_ready(self._score(self._state, blank))
+
+    def _launch(self, lists: Sequence[CandidateList]) -> Iterator[tuple[Batch, TokenLayout, Array]]:
+        """Each batch, with the scores that the device is still computing while the next one is encoded and laid out."""
+        for batch in self._batches(lists):
+            layout = self.settings.lay_out([segments for _, segments in batch])
+            self.note_positions(int(layout.positions.max()) + 1)
+            yield batch, layout, self._score(self._state, _pad_batch(layout))
+
+    def _batches(self, lists: Sequence[CandidateList]) -> Iterator[Batch]:
+        """Lists that have something to read, in order, as many together as `batch_tokens` allows."""
+        batch: Batch = []
         shape: LayoutShape | None = None
-        for i in indices:
-            own = self.settings.lay_out([segments[i]]).shape
+        for i, candidates in enumerate(lists):
+            segments = self.encoder.encode(candidates) if candidates.documents else None
+            if segments is None or not segments.documents:
+                continue
+            own = self.settings.lay_out([segments]).shape
             joint = own if shape is None else shape.union(own)
-            size = round_up_geometric(len(batches[-1]) + 1) if batches else 1
-            if batches and size * joint.tokens <= self.settings.batch_tokens:
-                batches[-1].append(i)
-                shape = joint
-            else:
-                batches.append([i])
-                shape = own
-        return batches
+            if batch and round_up_geometric(len(batch) + 1) * joint.tokens > self.settings.batch_tokens:
+                yield batch
+                batch, joint = [], own
+            batch.append((i, segments))
+            shape = joint
+        if batch:
+            yield batch
 
     def _result(self, candidates: CandidateList, segments: PromptSegments, mass: np.ndarray, tokens: int) -> ListScores:
         found = mass[: len(segments.documents)]
@@ -203,6 +219,15 @@ class AttentionRanker:
     def _broken_weights(self) -> str:
         broken = [path for path, leaf in flat_parameters(self.model).items() if not np.isfinite(np.asarray(leaf)).all()]
         return f"parameters with NaN or infinity: {', '.join(broken)}" if broken else "the weights are finite"
+
+
+def _one_late(items: Iterable[T]) -> Iterator[T]:
+    """The same items, each given out when the next has been made."""
+    waiting: list[T] = []
+    for item in items:
+        yield from waiting
+        waiting = [item]
+    yield from waiting
 
 
 def _pad_batch(layout: TokenLayout) -> TokenLayout:
