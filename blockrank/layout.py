@@ -212,7 +212,7 @@ class TokenLayout:
         return TokenLayout(tokens, positions, segment_ids, empty, empty, mask, shape=shape, sequential=True)
 
     @staticmethod
-    def blank(batch_size: int, shape: LayoutShape) -> TokenLayout:
+    def blank(batch_size: int, shape: LayoutShape, *, sequential: bool = False) -> TokenLayout:
         """A batch of prompts without a token, to compile for a shape."""
 
         def ints(size: int, value: int) -> np.ndarray:
@@ -221,7 +221,7 @@ class TokenLayout:
         tokens, segment_ids = ints(shape.tokens, 0), ints(shape.tokens, PAD)
         none = np.zeros((batch_size, shape.documents), bool)
         return TokenLayout(
-            tokens, tokens, segment_ids, ints(shape.signals, -1), ints(shape.labels, -1), none, shape=shape
+            tokens, tokens, segment_ids, ints(shape.signals, -1), ints(shape.labels, -1), none, shape=shape, sequential=sequential
         )
 
     def unpack(self) -> list[list[np.ndarray]]:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from blockrank.benchmark.settings import BenchConfig
 from blockrank.config import build, check_overrides, compose, config_dir, to_plain
 from blockrank.errors import UserError
 from blockrank.eval import EvalConfig
@@ -28,7 +29,7 @@ from blockrank.train import check_measures
 from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
 
-SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "prepare": PrepareConfig}
+SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "prepare": PrepareConfig, "bench": BenchConfig}
 NEEDED = {
     "model/hf": ["model.path=weights"],
     "data/beir": ["data.path=beir"],

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("analysis",),
     ("serving",),
     ("api",),
+    ("benchmark",),
     ("prepare", "train", "eval", "rerank", "serve", "bench", "aot"),
 )
 """From what everything may import to what nothing may import. Names of one layer do not import each other."""

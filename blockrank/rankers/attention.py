@@ -174,8 +174,9 @@ class AttentionRanker:
 
     def warm_up(self, shapes: Iterable[LayoutShape], batch_size: int = 1) -> None:
         """Compile for batches of `batch_size` lists of these shapes (`settings.lay_out(...).shape`) ahead of need."""
+        sequential = PATTERNS[self.settings.visibility].sequential
         for shape in shapes:
-            blank = TokenLayout.blank(round_up_geometric(batch_size), shape)
+            blank = TokenLayout.blank(round_up_geometric(batch_size), shape, sequential=sequential)
             jax.block_until_ready(self._score(self._state, blank))
 
     def _launch(self, lists: Sequence[CandidateList]) -> Iterator[tuple[Batch, TokenLayout, Array]]:

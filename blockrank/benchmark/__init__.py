@@ -1,0 +1,1 @@
+"""Rankers side by side on the same prompts: latency, memory, share of the chip's matmul rate, and why."""
