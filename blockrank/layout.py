@@ -221,7 +221,14 @@ class TokenLayout:
         tokens, segment_ids = ints(shape.tokens, 0), ints(shape.tokens, PAD)
         none = np.zeros((batch_size, shape.documents), bool)
         return TokenLayout(
-            tokens, tokens, segment_ids, ints(shape.signals, -1), ints(shape.labels, -1), none, shape=shape, sequential=sequential
+            tokens,
+            tokens,
+            segment_ids,
+            ints(shape.signals, -1),
+            ints(shape.labels, -1),
+            none,
+            shape=shape,
+            sequential=sequential,
         )
 
     def unpack(self) -> list[list[np.ndarray]]:
