@@ -339,3 +339,8 @@ def test_the_command_says_what_is_wrong_in_one_line_and_exits_with_2(tmp_path, a
     assert "Traceback" not in done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_steps_between_must_have_a_loss():
+    with pytest.raises(UserError, match=r"loss\.ntp_every: 4 leaves the steps between without a loss"):
+        train_config("+exp=quickstart", "loss.aux_weight=0")

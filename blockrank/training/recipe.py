@@ -9,7 +9,7 @@ from typing import Any, Literal
 from blockrank.config import to_plain
 from blockrank.data.collection import CollectionConfig
 from blockrank.data.sampling import SamplingConfig
-from blockrank.errors import above, at_least, between
+from blockrank.errors import FieldError, above, at_least, between
 from blockrank.losses import Objective
 from blockrank.models.stack import Remat
 from blockrank.prompts.encode import PromptLimits
@@ -80,6 +80,8 @@ class LossConfig:
         above(self, 0, "temperature")
         if self.ntp_weight == self.aux_weight == 0:
             raise ValueError("ntp_weight and aux_weight are both 0: nothing to train")
+        if self.ntp_every > 1 and self.aux_weight == 0:
+            raise FieldError("ntp_every", f"{self.ntp_every} leaves the steps between without a loss: aux_weight is 0")
 
 
 @dataclass(frozen=True)
