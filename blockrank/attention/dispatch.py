@@ -9,25 +9,36 @@ from typing import Literal, get_args
 import jax
 from jaxtyping import Array, Float
 
+from blockrank.attention.pallas_tpu import pallas_tpu_attention
 from blockrank.attention.reference import reference_attention
 from blockrank.attention.visibility import Tokens, Visibility
 from blockrank.attention.xla import xla_attention
 from blockrank.errors import UserError
 from blockrank.layout import TokenLayout
 
-Backend = Literal["auto", "reference", "xla"]
+Backend = Literal["auto", "reference", "xla", "pallas_tpu"]
 logger = logging.getLogger(__name__)
 
 
-@cache
 def resolve_backend(name: str) -> str:
-    """The backend a name stands for on this platform; `auto` is logged once."""
+    """The backend a name stands for on this platform; what `auto` takes is logged once."""
     if name not in get_args(Backend):
         raise UserError(f"attention_backend={name!r} is unknown: choose one of {', '.join(get_args(Backend))}")
     if name != "auto":
         return name
-    logger.info("attention backend on %s: xla", jax.default_backend())
-    return "xla"
+    chosen = "pallas_tpu" if jax.default_backend() == "tpu" and _one_device_runs_this() else "xla"
+    _log_choice(jax.default_backend(), chosen)
+    return chosen
+
+
+def _one_device_runs_this() -> bool:
+    """Whether kernels may run here: the compiler cannot split one over devices, only `shard_map` can."""
+    return jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+@cache
+def _log_choice(platform: str, chosen: str) -> None:
+    logger.info("attention backend on %s: %s", platform, chosen)
 
 
 def attend(
@@ -46,7 +57,9 @@ def attend(
     """
     visibility.check_positions(layout)
     scale = q.shape[-1] ** -0.5
-    if resolve_backend(backend) == "reference":
+    resolved = resolve_backend(backend)
+    if resolved == "reference":
         mask = visibility.materialize(Tokens.of(layout), sliding_window)
         return reference_attention(q, k, v, mask, scale)
-    return xla_attention(q, k, v, layout, visibility, sliding_window, scale)
+    attention = pallas_tpu_attention if resolved == "pallas_tpu" else xla_attention
+    return attention(q, k, v, layout, visibility, sliding_window, scale)

@@ -1,0 +1,117 @@
+"""Pallas TPU backend: packed rows by one kernel, prefix, suffix and dense prompts by another.
+
+Rows see the prefix and their own documents (`pallas_rows`); everything else is a comparison of codes over streamed keys
+(`pallas_flash`). Lowered for other platforms the kernels are interpreted: slow, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from blockrank.attention.pallas_flash import UNSEEN, flash_attention
+from blockrank.attention.pallas_rows import row_attention, row_attention_fits
+from blockrank.attention.visibility import BLOCKRANK, DENSE, Visibility
+from blockrank.attention.xla import xla_attention
+from blockrank.layout import PAD, PREFIX, SUFFIX, TokenLayout
+
+logger = logging.getLogger(__name__)
+HEAD_DIM_QUANTUM, MAX_HEAD_DIM = 16, 128
+
+
+def pallas_tpu_attention(
+    q: Float[Array, "B T K G H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    layout: TokenLayout,
+    visibility: Visibility,
+    sliding_window: Array | int | None,
+    scale: float,
+) -> Float[Array, "B T K G H"]:
+    """Attention over a whole layout; equals the oracle in values and gradients.
+
+    Takes BlockRank's pattern and dense causal attention without windows, in float32 or bfloat16. Anything else is
+    computed by `xla` and logged once.
+    """
+    obstacle = why_not(q, k, v, layout, visibility, sliding_window)
+    if obstacle is not None:
+        _log_fallback(obstacle)
+        return xla_attention(q, k, v, layout, visibility, sliding_window, scale)
+    segments, positions = jnp.asarray(layout.segment_ids), jnp.asarray(layout.positions)
+    if visibility == DENSE:
+        query_codes, key_codes = dense_codes(segments, positions)
+        return flash_attention(q, k, v, query_codes, key_codes, scale=scale)[0]
+    outputs = []
+    prefix, rows, suffix = layout.prefix, layout.rows, layout.suffix
+    if layout.shape.prefix:
+        codes = dense_codes(segments[:, prefix], positions[:, prefix])
+        outputs.append(flash_attention(q[:, prefix], k[:, prefix], v[:, prefix], *codes, scale=scale)[0])
+    if rows.stop > rows.start:
+        shape = (q.shape[0], layout.shape.rows, layout.shape.row_length)
+        own_q, own_k, own_v = (x[:, rows].reshape(*shape, *x.shape[2:]) for x in (q, k, v))
+        out, _ = row_attention(
+            own_q,
+            own_k,
+            own_v,
+            k[:, prefix],
+            v[:, prefix],
+            segments[:, rows].reshape(shape),
+            jnp.sum(segments[:, prefix] == PREFIX, axis=1, dtype=jnp.int32),
+            scale=scale,
+        )
+        outputs.append(out.reshape(q[:, rows].shape))
+    if layout.shape.suffix:
+        codes = suffix_codes(segments[:, suffix], segments)
+        outputs.append(flash_attention(q[:, suffix], k, v, *codes, scale=scale)[0])
+    return jnp.concatenate(outputs, axis=1)
+
+
+def why_not(
+    q: Float[Array, "B T K G H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    layout: TokenLayout,
+    visibility: Visibility,
+    sliding_window: Array | int | None,
+) -> str | None:
+    """What of a call the kernels cannot take, in words; None if nothing."""
+    head_dim, dtypes = q.shape[-1], {x.dtype for x in (q, k, v)}
+    if visibility not in (BLOCKRANK, DENSE):
+        return f"visibility {visibility.name!r}"
+    if sliding_window is not None:
+        return "a sliding window"
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
+        return f"dtypes {', '.join(sorted(d.name for d in dtypes))}"
+    if head_dim % HEAD_DIM_QUANTUM or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim}"
+    if visibility == BLOCKRANK and not row_attention_fits(
+        layout.shape.row_length, layout.shape.prefix, head_dim, q.dtype.itemsize
+    ):
+        return f"rows of {layout.shape.row_length} tokens with a prefix of {layout.shape.prefix}"
+    return None
+
+
+@cache
+def _log_fallback(obstacle: str) -> None:
+    logger.info("pallas_tpu cannot take %s: computed by xla", obstacle)
+
+
+def dense_codes(
+    segment_ids: Int[Array, "B T"], positions: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Codes of queries and keys where a token sees every token at its position or before, and padding nothing."""
+    real = segment_ids != PAD
+    return jnp.where(real, positions, -1), jnp.where(real, positions, UNSEEN)
+
+
+def suffix_codes(
+    suffix_ids: Int[Array, "B Q"], segment_ids: Int[Array, "B T"]
+) -> tuple[Int[Array, "B Q"], Int[Array, "B T"]]:
+    """Codes of suffix queries, and of a stream of keys that ends with the suffix: all before it, then its own past."""
+    own = 1 + jnp.arange(suffix_ids.shape[1], dtype=jnp.int32)
+    ahead = jnp.where(segment_ids[:, : segment_ids.shape[1] - suffix_ids.shape[1]] == PAD, UNSEEN, 0)
+    mine = suffix_ids == SUFFIX
+    return jnp.where(mine, own, -1), jnp.concatenate([ahead, jnp.where(mine, own, UNSEEN)], axis=1)
