@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu, there to compile for TPUs, would look for one and say so
+
 settings.register_profile("no_deadline", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("no_deadline")
 

@@ -33,7 +33,7 @@ def shaped(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=v6e())
 
 
-def layout_of(shape: LayoutShape) -> TokenLayout:
+def layout_of(shape: LayoutShape, pattern: Visibility) -> TokenLayout:
     """A batch of one, no values."""
 
     def ints(size: int) -> jax.ShapeDtypeStruct:
@@ -41,7 +41,9 @@ def layout_of(shape: LayoutShape) -> TokenLayout:
 
     mask = shaped((1, shape.documents), np.dtype(bool))
     streams = [ints(shape.tokens)] * 3
-    return TokenLayout(*streams, ints(shape.signals), ints(shape.labels), mask, shape=shape)
+    return TokenLayout(
+        *streams, ints(shape.signals), ints(shape.labels), mask, shape=shape, sequential=pattern.sequential
+    )
 
 
 def kernels(
@@ -55,7 +57,7 @@ def kernels(
 
     q = shaped((1, shape.tokens, 2, groups, head_dim), dtype)
     k = shaped((1, shape.tokens, 2, head_dim), dtype)
-    compiled = jax.jit(run).trace(q, k, k, q, layout_of(shape)).lower(lowering_platforms=("tpu",)).compile()
+    compiled = jax.jit(run).trace(q, k, k, q, layout_of(shape, pattern)).lower(lowering_platforms=("tpu",)).compile()
     return (compiled.as_text() or "").count('custom_call_target="tpu_custom_call"')
 
 
