@@ -146,4 +146,7 @@ DENSE = Visibility(
 )
 """Plain causal attention over the whole prompt: the Full-FT baseline, and any language model."""
 
+BIDIRECTIONAL = Visibility("bidirectional", ((Part.PREFIX, Part.PREFIX, ALL),), sequential=True)
+"""An encoder's: every token of a text sees all others."""
+
 PATTERNS = {pattern.name: pattern for pattern in (BLOCKRANK, DENSE)}

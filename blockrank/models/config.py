@@ -1,4 +1,4 @@
-"""Sizes and switches of a decoder. Readers of foreign formats (`hf.py`, `gguf.py`) produce it; nothing else does."""
+"""Sizes and switches of decoders and encoders. Readers of foreign formats produce them; nothing else does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+EncoderFamily = Literal["bert", "distilbert"]
 
 
 def _check_positive(config: object, *names: str) -> None:
@@ -103,3 +104,33 @@ class DecoderConfig:
         if not 0 <= num_layers <= self.num_layers:
             raise ValueError(f"cannot keep {num_layers} of {self.num_layers} layers")
         return replace(self, windows=self.windows[:num_layers])
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """A post-norm encoder of the BERT kind, with learned positions.
+
+    `token_types` is the size of the token type table (0: none, as in DistilBERT). `pooler`: a dense layer with tanh
+    over the first token's state comes with it. `activation` `gelu` is the exact one, `gelu_tanh` its approximation.
+    """
+
+    family: EncoderFamily
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    max_positions: int = 512
+    token_types: int = 2
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    pooler: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads

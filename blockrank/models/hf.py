@@ -11,30 +11,21 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import ml_dtypes
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 from safetensors.numpy import save_file
 
 from blockrank.errors import UserError
 from blockrank.models.config import DecoderConfig
 from blockrank.models.hf_config import config_to_json, read_config
-from blockrank.models.hf_files import INDEX, SINGLE, locate, readers_of, some
+from blockrank.models.hf_files import INDEX, SINGLE, locate, readers_of
+from blockrank.models.hf_weights import Weight, check_finite, float_dtype, progress_bar, read_weights
 
 __all__ = ["Weight", "check_finite", "load", "read_config", "save", "weights"]
 
-_DTYPES: Final[Mapping[str, np.dtype]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
 _BUFFERS: Final = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
 """Tables that old exports store and that follow from config.json."""
 
@@ -50,39 +41,6 @@ class SavesTokenizer(Protocol):
     """A tokenizer that can write its own files into a folder."""
 
     def save(self, directory: Path, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter of the decoder and where Hugging Face keeps it.
-
-    `tensor` holds `{layer}` when the parameter is stacked over layers; `shape` is ours without that axis; `transposed`
-    says that the tensor's axes are the other way round (torch's Linear is [out, in]).
-    """
-
-    path: str
-    tensor: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    @property
-    def stacked(self) -> bool:
-        return "{layer}" in self.tensor
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        return self.shape[::-1] if self.transposed else self.shape
-
-    def tensors(self, num_layers: int) -> Iterator[tuple[str, int | None]]:
-        """Each tensor's name with its layer (None when not stacked)."""
-        if not self.stacked:
-            yield self.tensor, None
-            return
-        for layer in range(num_layers):
-            yield self.tensor.format(layer=layer), layer
-
-    def full_shape(self, num_layers: int) -> tuple[int, ...]:
-        return (num_layers, *self.shape) if self.stacked else self.shape
 
 
 def weights(config: DecoderConfig) -> tuple[Weight, ...]:
@@ -115,104 +73,33 @@ def weights(config: DecoderConfig) -> tuple[Weight, ...]:
     return tuple(found)
 
 
-def check_finite(params: Mapping[str, Any], source: str = "model") -> None:
-    """Raises `UserError` naming the first parameter (and layer, when stacked) that holds NaN or infinity."""
-    for path, value in params.items():
-        array = np.asarray(value)
-        for layer, part in enumerate(array) if path.startswith("blocks.") else ((None, array),):
-            _check_finite(part, f"{path}" if layer is None else f"{path} of layer {layer}", source)
-
-
-def _check_finite(array: np.ndarray, name: str, source: str) -> None:
-    finite = np.isfinite(array)
-    if not finite.all():
-        bad = int(finite.size - finite.sum())
-        raise UserError(f"{source}: {name} holds {bad} NaN or infinite values of {finite.size}; get sound weights")
-
-
 def load(
     folder: str | Path, dtype: str | np.dtype | type | None = "float32", *, finite: bool = True
 ) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
     """The config and all parameters of a Hugging Face folder, as arrays of `dtype` (None: as stored).
 
-    Reads `model.safetensors` or the shards of `model.safetensors.index.json`, one tensor at a time, each exactly once
-    and straight into its stacked array; files are mapped one at a time, so the peak is the parameters plus the pages of
-    one file, which the system may drop. `finite=False` skips the search for NaN and infinity. Raises `UserError` for
-    missing, extra, repeated, misshapen, quantised or non-finite tensors, broken files and pickles.
+    Weights are read by `read_weights`, whose errors these are; a tied head that is stored all the same must be equal.
     """
     folder = Path(folder)
     config = read_config(folder)
-    table = weights(config)
-    slots = {name: (weight, layer) for weight in table for name, layer in weight.tensors(config.num_layers)}
     files = locate(folder)
     tied_head = "lm_head.weight" if config.tie_embeddings and "lm_head.weight" in files else None
-    missing = [name for name in slots if name not in files]
-    extra = [name for name in files if name not in slots and name != tied_head and not _BUFFERS.fullmatch(name)]
-    if missing or extra:
-        told = [
-            f"{len(names)} {kind}: {some(names)}" for kind, names in (("missing", missing), ("extra", extra)) if names
-        ]
-        raise UserError(f"{folder}: the tensors are not those of its config.json: {'; '.join(told)}")
-
-    stored = _stored_dtypes(table, files, config)
-    target = {path: kept if dtype is None else _float_dtype(dtype) for path, kept in stored.items()}
-    params = {w.path: np.empty(w.full_shape(config.num_layers), target[w.path]) for w in table}
-    with _progress(sum(array.nbytes for array in params.values())) as progress:
-        task = progress.add_task(f"reading {folder.name}", total=len(slots))
-        for file in sorted(set(files.values())):
-            with readers_of({file}) as readers:
-                for name in (name for name in slots if files[name] == file):
-                    weight, layer = slots[name]
-                    out = params[weight.path] if layer is None else params[weight.path][layer]
-                    _read_tensor(readers[file].get_tensor(name), out, weight.transposed, name, file, finite)
-                    progress.advance(task)
+    params = read_weights(
+        folder,
+        {name: file for name, file in files.items() if name != tied_head and not _BUFFERS.fullmatch(name)},
+        weights(config),
+        config.num_layers,
+        dtype,
+        finite=finite,
+    )
     if tied_head and not _same_tensor(files, tied_head, "model.embed_tokens.weight"):
         raise UserError(f"{folder}: tie_word_embeddings is true but lm_head.weight differs; set it to false")
     return config, params
 
 
-def _read_tensor(tensor: np.ndarray, out: np.ndarray, transposed: bool, name: str, file: Path, finite: bool) -> None:
-    if finite:
-        _check_finite(tensor, name, str(file))
-    with np.errstate(over="ignore"):
-        out[...] = tensor.T if transposed else tensor
-    if finite and out.dtype.itemsize < tensor.dtype.itemsize and not np.isfinite(out).all():
-        raise UserError(f"{file}: {name} does not fit into {out.dtype.name}; choose a wider dtype")
-
-
 def _same_tensor(files: Mapping[str, Path], name: str, other: str) -> bool:
     with readers_of({files[name], files[other]}) as readers:
         return np.array_equal(readers[files[name]].get_tensor(name), readers[files[other]].get_tensor(other))
-
-
-def _float_dtype(dtype: str | np.dtype | type) -> np.dtype:
-    found = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    if found not in _DTYPES.values():
-        raise UserError(f"dtype {found.name} cannot hold weights; use float32, bfloat16, float16 or float64")
-    return found
-
-
-def _stored_dtypes(table: tuple[Weight, ...], files: Mapping[str, Path], config: DecoderConfig) -> dict[str, np.dtype]:
-    """Each parameter's dtype in the files (the widest of its layers); shapes and kinds are checked on the way."""
-    stored: dict[str, np.dtype] = {}
-    with readers_of(set(files.values())) as readers:
-        for weight in table:
-            for name, _ in weight.tensors(config.num_layers):
-                view = readers[files[name]].get_slice(name)
-                shape, kind = list(view.get_shape()), view.get_dtype()
-                if shape != (expected := list(weight.tensor_shape)):
-                    raise UserError(f"{files[name]}: {name} has shape {shape}, but config.json asks for {expected}")
-                if kind not in _DTYPES:
-                    raise UserError(f"{files[name]}: {name} is {kind}; only float weights are read, not quantised ones")
-                known = stored.get(weight.path, _DTYPES[kind])
-                stored[weight.path] = np.promote_types(known, _DTYPES[kind])
-            stored.setdefault(weight.path, np.dtype(np.float32))
-    return stored
-
-
-def _progress(num_bytes: int) -> Progress:
-    """A progress bar on stderr, shown only for models large enough to wait for."""
-    return Progress(console=Console(stderr=True), transient=True, disable=num_bytes < 1 << 30)
 
 
 def save(
@@ -243,7 +130,7 @@ def save(
         if (found := tuple(params[path].shape)) != shape:
             raise UserError(f"parameter {path} has shape {list(found)}, but the config asks for {list(shape)}")
 
-    kinds = {path: _float_dtype(params[path].dtype if dtype is None else dtype) for path in shapes}
+    kinds = {path: float_dtype(params[path].dtype if dtype is None else dtype) for path in shapes}
     name = max(kinds.values(), key=lambda kind: kind.itemsize).name
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -287,7 +174,7 @@ def _write_weights(
             shards[-1].append((name, weight, layer))
             sizes[-1] += size
     weight_map: dict[str, str] = {}
-    with _progress(sum(sizes)) as progress:
+    with progress_bar(sum(sizes)) as progress:
         for number, shard in enumerate(progress.track(shards, description="writing safetensors"), start=1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors: dict[str, np.ndarray] = {}

@@ -43,6 +43,21 @@ class RMSNorm(nnx.Module):
         return (self.scale[...].astype(x.dtype) * x32.astype(x.dtype)).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Layer norm with scale and bias, computed in float32 (Ba et al., 2016)."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
+        return (normed * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies float32 [H/2] and the factor on cos and sin.
 

@@ -1,10 +1,11 @@
-"""From any weights to a `Decoder`, and from a `Decoder` to a flat dict of arrays."""
+"""From any weights to a `Decoder` or an `Encoder`, and from a model to a flat dict of arrays."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ import numpy as np
 from flax import nnx
 
 from blockrank.errors import UserError
-from blockrank.models import gguf, hf
+from blockrank.models import gguf, hf, hf_encoder
 from blockrank.models.config import DecoderConfig
-from blockrank.models.decoder import Decoder, Trunk
+from blockrank.models.decoder import Decoder
+from blockrank.models.encoder import Encoder
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 def abstract_decoder(config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> Decoder:
@@ -27,7 +31,7 @@ def random_decoder(config: DecoderConfig, seed: int, dtype: jnp.dtype = jnp.floa
     return Decoder(config, rngs=nnx.Rngs(seed), dtype=dtype)
 
 
-def flat_parameters(model: Trunk) -> dict[str, jax.Array]:
+def flat_parameters(model: nnx.Module) -> dict[str, jax.Array]:
     """Path (`blocks.attention.query.kernel`) -> array, in path order."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return dict(sorted((".".join(map(str, path)), leaf[...]) for path, leaf in flat))
@@ -45,7 +49,17 @@ def decoder_from(
     `dtype` is the type of activations, `param_dtype` that of parameters (as given if None). Raises `UserError` that
     lists missing, extra and wrongly shaped parameters.
     """
-    model = abstract_decoder(config, dtype)
+    described = f"a {config.family} decoder of {config.num_layers} layers"
+    return with_parameters(abstract_decoder(config, dtype), parameters, described, param_dtype)
+
+
+def with_parameters(
+    model: M,
+    parameters: Mapping[str, np.ndarray | jax.Array],
+    described: str,
+    param_dtype: jnp.dtype | None = None,
+) -> M:
+    """An abstract model filled with parameters, each used exactly once (`decoder_from`'s errors)."""
     expected = {path: leaf.shape for path, leaf in flat_abstract(model).items()}
     faults = [f"missing {path}" for path in expected if path not in parameters]
     faults += [f"unexpected {path}" for path in parameters if path not in expected]
@@ -55,9 +69,7 @@ def decoder_from(
         if path in parameters and tuple(parameters[path].shape) != shape
     ]
     if faults:
-        raise UserError(
-            f"parameters do not fit a {config.family} decoder of {config.num_layers} layers: {'; '.join(faults)}"
-        )
+        raise UserError(f"parameters do not fit {described}: {'; '.join(faults)}")
     leaves = [
         (tuple(path.split(".")), nnx.Param(jnp.asarray(array, param_dtype))) for path, array in parameters.items()
     ]
@@ -65,7 +77,7 @@ def decoder_from(
     return model
 
 
-def weights_fingerprint(model: Trunk) -> str:
+def weights_fingerprint(model: nnx.Module) -> str:
     """A hash over 4096 values of every parameter, with paths, shapes and dtypes: other weights have another."""
     digest = hashlib.blake2b(digest_size=16)
     for path, array in flat_parameters(model).items():
@@ -74,7 +86,7 @@ def weights_fingerprint(model: Trunk) -> str:
     return digest.hexdigest()
 
 
-def flat_abstract(model: Trunk) -> dict[str, jax.ShapeDtypeStruct]:
+def flat_abstract(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of each parameter of a real or abstract model."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {
@@ -94,3 +106,13 @@ def load_decoder(
     else:
         config, parameters = hf.load(path, param_dtype)
     return decoder_from(config, parameters, dtype=dtype, param_dtype=param_dtype)
+
+
+def load_encoder(
+    folder: str | Path, *, dtype: jnp.dtype = jnp.float32, param_dtype: jnp.dtype | None = jnp.float32
+) -> Encoder:
+    """An encoder from a Hugging Face folder (BERT or DistilBERT in safetensors). Weights must be finite."""
+    config, parameters = hf_encoder.load(folder, param_dtype)
+    described = f"a {config.family} encoder of {config.num_layers} layers"
+    model = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return with_parameters(model, parameters, described, param_dtype)

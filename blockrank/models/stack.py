@@ -1,4 +1,4 @@
-"""A decoder block, and L of them stacked along a leading axis and scanned: one compiled body, whatever the depth."""
+"""A decoder block; L blocks of any kind stacked along a leading axis and scanned: one compiled body for any depth."""
 
 from __future__ import annotations
 
@@ -47,15 +47,20 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def stacked_blocks(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
-    """A `Block` whose every parameter has a leading layer axis [L, ...]."""
+def stack_layers(create: Callable[[nnx.Rngs], M], num_layers: int, *, rngs: nnx.Rngs) -> M:
+    """`num_layers` modules as one, whose every parameter has a leading layer axis [L, ...]."""
 
-    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.split_rngs(splits=num_layers)
     @nnx.vmap(in_axes=0, out_axes=0)
-    def create(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs=rngs)
+    def stacked(rngs: nnx.Rngs) -> M:
+        return create(rngs)
 
-    return create(rngs)
+    return stacked(rngs)
+
+
+def stacked_blocks(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
+    """All blocks of a decoder."""
+    return stack_layers(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
 
 
 def take_layers(stacked: M, index: int | slice) -> M:
@@ -65,8 +70,8 @@ def take_layers(stacked: M, index: int | slice) -> M:
 
 
 def scan_blocks(
-    blocks: Block,
-    step: Callable[[Block, Any, Any], tuple[Any, Any]],
+    blocks: M,
+    step: Callable[[M, Any, Any], tuple[Any, Any]],
     carry: Any,
     xs: Any = None,
     *,
