@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """Ids of untrusted text: no special token is added, and none is recognised in it."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several cores where the reader can."""
+        ...
+
     def encode_scaffold(self, text: str) -> list[int]:
         """Ids of trusted text, in which special tokens are recognised."""
         ...
@@ -143,8 +147,17 @@ class BaseTokenizer(ABC):
         return self.special_ids[token]
 
     def encode(self, text: str) -> list[int]:
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        ids = self._encode(text)
+        text = _without_surrogates(text)
+        return self._without_specials(text, self._encode(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        texts = [_without_surrogates(text) for text in texts]
+        return [self._without_specials(*pair) for pair in zip(texts, self._encode_batch(texts), strict=True)]
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self._encode(text) for text in texts]
+
+    def _without_specials(self, text: str, ids: list[int]) -> list[int]:
         if self._specials.isdisjoint(ids):
             return ids
         # A model may know a special token's spelling as an ordinary piece: break the spelling up.
@@ -200,6 +213,10 @@ def _vocabulary_file(folder: Path) -> Path:
         if files:
             return files[0]
     raise UserError(f"{folder}: no tokenizer.json, SentencePiece model (*.model) or *.gguf file in this folder")
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
