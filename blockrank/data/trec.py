@@ -103,24 +103,38 @@ def write_run(path: str | Path, run: Run, tag: str, ties: Literal["document", "i
 
     Raises `UserError` naming query and document for a score that is not finite, or an id that cannot stand in a column.
     """
-    tied = 0
-    lines: list[list[str]] = []
-    for query, ranking in as_run(run).items():
-        ordered = ranked(ranking, ties)
-        for document, score in ordered:
-            if not math.isfinite(score) or abs(score) > float(np.finfo(np.float32).max):
-                raise UserError(f"query {query!r}, document {document!r}: the score {score} cannot be written")
-        tied += sum(a[1] == b[1] for a, b in itertools.pairwise(ordered))
-        written = strictly_decreasing(np.array([score for _, score in ordered], np.float32))
-        for rank, ((document, _), score) in enumerate(zip(ordered, written, strict=True), start=1):
-            lines.append([query, "Q0", document, str(rank), f"{score:.9g}", tag])
-    separator = "\t" if any(" " in field for line in lines for field in line) else " "
+    run = as_run(run)
+    ids = itertools.chain(run, *run.values(), [tag])
+    return write_rankings(path, run.items(), tag, ties, blanks=any(" " in name for name in ids))
+
+
+def write_rankings(
+    path: str | Path,
+    rankings: Iterable[tuple[str, Mapping[str, float]]],
+    tag: str,
+    ties: Literal["document", "input"] = "document",
+    *,
+    blanks: bool = False,
+) -> int:
+    """`write_run` of (query id, document id -> score) pairs that need not be in memory together.
+
+    `blanks`: some id holds a blank, so columns are parted by tabs.
+    """
+    tied, separator = 0, "\t" if blanks else " "
     with atomic_write(Path(path)) as file:
-        for line in lines:
-            if any(not field or any(c in field for c in "\t\r\n") for field in line):
-                what = f"query {line[0]!r}, document {line[2]!r}, tag {line[5]!r}"
-                raise UserError(f"{path}: {what}: an id or tag is empty or holds a tab or a line end")
-            file.write(separator.join(line).encode() + b"\n")
+        for query, ranking in rankings:
+            ordered = ranked(ranking, ties)
+            for document, score in ordered:
+                if not math.isfinite(score) or abs(score) > float(np.finfo(np.float32).max):
+                    raise UserError(f"query {query!r}, document {document!r}: the score {score} cannot be written")
+            tied += sum(a[1] == b[1] for a, b in itertools.pairwise(ordered))
+            written = strictly_decreasing(np.array([score for _, score in ordered], np.float32))
+            for rank, ((document, _), score) in enumerate(zip(ordered, written, strict=True), start=1):
+                line = [query, "Q0", document, str(rank), f"{score:.9g}", tag]
+                if any(not field or any(c in field for c in "\t\r\n") or separator in field for field in line):
+                    what = f"query {query!r}, document {document!r}, tag {tag!r}"
+                    raise UserError(f"{path}: {what}: an id or tag is empty or holds a tab or a line end")
+                file.write(separator.join(line).encode() + b"\n")
     return tied
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 EncoderFamily = Literal["bert", "distilbert"]
+Activation = Literal["gelu", "gelu_tanh", "relu"]
 
 
 def _check_positive(config: object, *names: str) -> None:
@@ -122,7 +123,7 @@ class EncoderConfig:
     num_layers: int
     max_positions: int = 512
     token_types: int = 2
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    activation: Activation = "gelu"
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
     pooler: bool = False

@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Float, Int
 from blockrank.attention.dispatch import attend
 from blockrank.attention.visibility import BIDIRECTIONAL
 from blockrank.layout import PAD, PREFIX, TokenLayout
-from blockrank.models.config import EncoderConfig
+from blockrank.models.config import Activation, EncoderConfig
 from blockrank.models.layers import LayerNorm, Linear
 from blockrank.models.stack import Attend, Remat, scan_blocks, stack_layers
 
-ACTIVATIONS: Final[dict[str, Callable[[Array], Array]]] = {
+ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,

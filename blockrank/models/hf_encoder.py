@@ -16,7 +16,7 @@ from typing import Any, Final, get_args
 import numpy as np
 
 from blockrank.errors import UserError
-from blockrank.models.config import EncoderConfig, EncoderFamily
+from blockrank.models.config import Activation, EncoderConfig, EncoderFamily
 from blockrank.models.hf_fields import IRRELEVANT, Fields, read_json
 from blockrank.models.hf_files import locate
 from blockrank.models.hf_weights import Weight, read_weights
@@ -42,7 +42,12 @@ _ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
 }
-_ACTIVATIONS: Final = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+_ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 _KEYS: Final[Mapping[EncoderFamily, Mapping[str, str]]] = {
     "bert": {
         "hidden_size": "hidden_size",
