@@ -1,27 +1,32 @@
-"""`python -m blockrank.prepare`: fetch a collection, check it, and report what is in it.
+"""`python -m blockrank.prepare`: fetch a collection, check it and report what is in it, or write its candidates.
 
     python -m blockrank.prepare data=beir data.path=scifact candidates=bm25
     python -m blockrank.prepare data=ir_datasets data.id=msmarco-passage/dev/small prefetch=true
+    python -m blockrank.prepare data=beir data.path=scifact split=train candidates=dense run=runs/train.run
 
+With `run` a split's candidates are written as a TREC run, what made it beside it (`<run>.json`), and nothing else is
+done. Killed, the same command continues: embeddings that are finished are not made again.
 Exits with status 0 when nothing is wrong, 1 with `strict=true` when the report lists problems, 2 on bad input.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from blockrank.config import entry, to_plain
-from blockrank.data.collection import CollectionConfig, IrDatasetsConfig
+from blockrank.data.collection import Collection, CollectionConfig, IrDatasetsConfig
 from blockrank.data.files import atomic_write
 from blockrank.data.irds import prefetch
 from blockrank.data.preflight import Lengths, Preflight, SplitReport, preflight
 from blockrank.errors import UserError, at_least
 from blockrank.retrieval.first_stage import first_stage
+from blockrank.retrieval.settings import DENSE, EncoderSettings
+from blockrank.retrieval.write import write_candidates
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class PrepareConfig:
 
     `split`: the split to check (None: all). `candidates`: as in `first_stage` (None: none are checked). `tokenizer`: a
     tokenizer's folder or file, for lengths in tokens. `sample`: read only so many documents. `report`: also write JSON.
+    `run`: write the candidates of `split` here. `encoder`: for `candidates=dense`.
     """
 
     data: CollectionConfig
@@ -42,18 +48,25 @@ class PrepareConfig:
     prefetch: bool = False
     strict: bool = False
     report: Path | None = None
+    run: Path | None = None
+    encoder: EncoderSettings = field(default_factory=EncoderSettings)
 
     def __post_init__(self) -> None:
         at_least(self, 1, "depth", "chunk_length", "sample")
 
 
-def prepare(config: PrepareConfig) -> Preflight:
-    """Fetches (with `prefetch`), opens and checks the collection."""
+def open_data(config: PrepareConfig) -> Collection:
+    """Fetches (with `prefetch`) and opens the collection."""
     if config.prefetch:
         if not isinstance(config.data, IrDatasetsConfig):
             raise UserError(f"prefetch=true is for data=ir_datasets, and this is data={config.data.kind}")
         prefetch(config.data.id)
-    collection = config.data.open()
+    return config.data.open()
+
+
+def prepare(config: PrepareConfig) -> Preflight:
+    """Opens and checks the collection."""
+    collection = open_data(config)
     splits = collection.splits if config.split is None else (config.split,)
     count_tokens = None
     if config.tokenizer is not None:
@@ -63,7 +76,9 @@ def prepare(config: PrepareConfig) -> Preflight:
         count_tokens = lambda text: len(encode(text))  # noqa: E731
     runs = {}
     if config.candidates is not None:
-        runs = {split: first_stage(collection, split, config.candidates, config.depth) for split in splits}
+        runs = {
+            split: first_stage(collection, split, config.candidates, config.depth, config.encoder) for split in splits
+        }
     return preflight(
         collection,
         splits=splits,
@@ -107,8 +122,23 @@ def _split_cells(split: SplitReport) -> list[str]:
     return ["-" if count is None else f"{count:,}" for count in counts]
 
 
+def write_run_of(config: PrepareConfig, run: Path) -> str:
+    """Writes the candidates of one split and returns what to print. Raises `UserError` for a run made differently."""
+    if config.split is None or config.candidates is None:
+        raise UserError("run: give split=<name> and candidates=dense or bm25, too")
+    made_with = {name: to_plain(getattr(config, name)) for name in ("data", "split", "candidates", "depth")}
+    if config.candidates == DENSE:
+        made_with["encoder"] = to_plain(config.encoder)
+    return write_candidates(
+        open_data(config), config.split, config.candidates, config.depth, run, config.encoder, made_with
+    )
+
+
 @entry("prepare", PrepareConfig)
 def main(config: PrepareConfig) -> int:
+    if config.run is not None:
+        print(write_run_of(config, config.run))
+        return 0
     report = prepare(config)
     show(report, Console())
     if config.report is not None:

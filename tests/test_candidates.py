@@ -192,7 +192,7 @@ def test_first_stage_from_a_file_and_by_bm25(tmp_path: Path) -> None:
     path.write_text("q Q0 c 1 2.0 t\nq Q0 a 2 1.0 t\n")
     assert first_stage(small, "test", path, 1) == {"q": {"c": 2.0, "a": 1.0}}
     assert first_stage(small, "test", str(path), 2) == {"q": {"c": 2.0, "a": 1.0}}
-    with pytest.raises(UserError, match="is no file, and none of bm25, scoreddocs, own"):
+    with pytest.raises(UserError, match="is no file, and none of bm25, dense, scoreddocs, own"):
         first_stage(small, "test", "bm52")
     with pytest.raises(UserError, match="only ir_datasets collections have scoreddocs"):
         first_stage(small, "test", "scoreddocs")

@@ -1,4 +1,4 @@
-"""The run whose documents are re-ranked: from a file, from the collection, or by BM25 on the spot."""
+"""The run whose documents are re-ranked: from a file, from the collection, or by BM25 or an encoder on the spot."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from blockrank.data.irds import IrDatasetsCollection
 from blockrank.data.trec import read_run
 from blockrank.errors import UserError
 from blockrank.retrieval.bm25 import BM25Index
+from blockrank.retrieval.settings import DENSE, EncoderSettings, dense_settings
 from blockrank.types import Run
 
-SOURCES = ("bm25", "scoreddocs", "own")
+SOURCES = ("bm25", DENSE, "scoreddocs", "own")
 
 
-def first_stage(collection: Collection, split: str, source: str | Path | None = None, depth: int = 100) -> Run:
+def first_stage(
+    collection: Collection,
+    split: str,
+    source: str | Path | None = None,
+    depth: int = 100,
+    encoder: EncoderSettings | None = None,
+) -> Run:
     """The candidates of a split's queries, `depth` for each (one more where a query may find itself).
 
-    `source` is `bm25`, `scoreddocs` (ir_datasets), `own` (lists that come with the collection: icr, hf), or the path of
-    a run file, which is given whole: `candidate_lists` cuts it, by one rule for ties. None takes the collection's own
-    lists where it has any, else BM25.
+    `source` is `bm25`, `dense` (by `encoder`, or all-MiniLM-L6-v2) or `dense:<path or name of an encoder>`,
+    `scoreddocs` (ir_datasets), `own` (lists that come with the collection: icr, hf), or the path of a run file, which
+    is given whole: `candidate_lists` cuts it, by one rule for ties. None takes the collection's own lists where it has
+    any, else BM25.
 
     Raises `UserError` when the collection does not have what is asked for.
     """
@@ -38,6 +46,12 @@ def first_stage(collection: Collection, split: str, source: str | Path | None = 
         return collection.scored_documents(split, depth)
     if source == "bm25":
         return BM25Index.build(collection.documents).search(collection.queries(split), depth)
+    dense = dense_settings(str(source))
+    if dense is not None:
+        from blockrank.retrieval.dense import DenseIndex
+
+        settings = encoder if source == DENSE and encoder is not None else dense
+        return DenseIndex.build(collection, settings).search(collection.queries(split), depth)
     path = Path(source)
     if not path.exists():
         raise UserError(f"candidates: {source} is no file, and none of {', '.join(SOURCES)}")
