@@ -10,10 +10,12 @@ from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from blockrank.errors import UserError
 from blockrank.evaluation.ranking import check_scores, rerank_order
 from blockrank.layout import Packing
+from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate
 from blockrank.sources import make_ranker, open_source
@@ -85,11 +87,14 @@ class Reranker:
         long_documents: LongDocuments | None = None,
         dtype: str = "float32",
         attention_backend: str | None = None,
+        mesh: Mesh | MeshConfig | str | None = None,
     ) -> Reranker:
         """A re-ranker from a training run, a Hugging Face folder, a GGUF file, or the embedded model `smollm2`.
 
         What is not given comes from the training run where there is one, else from the preset (`paper` unless given).
         `dtype` is the type of weights and activations, `float32` or `bfloat16`; scores are float32 either way.
+        `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
+        the axes of `blockrank.parallel`. Scores are the same.
         Raises `UserError` for anything that does not exist or does not fit.
         """
         if ranker != "attention":
@@ -115,6 +120,7 @@ class Reranker:
             preset=preset,
             settings={key: value for key, value in settings.items() if value is not None},
             limits={key: value for key, value in limits.items() if value is not None},
+            mesh=open_mesh(mesh),
         )
         return cls(loaded)
 

@@ -3,6 +3,7 @@
     python -m blockrank.eval data=beir_folder data.path=scifact candidates=bm25.trec checkpoint=runs/train depth=100
     python -m blockrank.eval data=beir_folder data.path=scifact model=smollm2
     python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart
+    python -m blockrank.eval data=beir_folder data.path=scifact checkpoint=runs/train mesh=doc8
 
 Below `output_dir`/eval each row has a folder with the TREC run, `results.json`, `per_query.jsonl` and `table.md`;
 `table.md` beside them holds all rows. The same command continues a killed evaluation. Exits with status 2 on bad input.
@@ -11,7 +12,7 @@ Below `output_dir`/eval each row has a folder with the TREC run, `results.json`,
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from blockrank.errors import UserError, at_least, between
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.evaluation.metrics import official_measures
 from blockrank.models.loading import weights_fingerprint
+from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker, AttentionSettings
@@ -37,7 +39,6 @@ from blockrank.training.recipe import HeldOutConfig
 class TrainingSections:
     """What an experiment says of training: `+exp=...` composes it here too, and evaluation has no use for it."""
 
-    mesh: dict[str, Any] | None = None
     tracker: dict[str, Any] | None = None
     dry_run: bool = False
     lists: dict[str, Any] | None = None
@@ -67,6 +68,7 @@ class EvalConfig(TrainingSections):
     prompt: dict[str, Any] | None = None
     ranker: AttentionSettings | None = None
     limits: PromptLimits | None
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     split: str | None
     candidates: str | None
     depth: int | None
@@ -143,6 +145,7 @@ def _ranker(config: EvalConfig) -> AttentionRanker:
         settings=None if config.ranker is None else to_plain(config.ranker),
         limits=None if config.limits is None else to_plain(config.limits),
         name=config.name or "attention",
+        mesh=open_mesh(config.mesh),
     )
     if source.settings is not None:
         check_ranking(ranker)

@@ -4,13 +4,16 @@ Documents are packed whole into rows of R tokens (first-fit decreasing), because
 of its own spends half of all work on padding; one document per row (`chunked`, as the paper does it) is the special
 case. Scores do not depend on the packing: segment ids keep documents apart and positions restart at every document.
 
+A layout may be in shards, for devices that each read some of the documents: a list is then one stream per shard, with
+the whole prefix and suffix and its own share of the rows.
+
 B batch, N documents, M rows, R row length, P prefix, Q suffix, T = P + M*R + Q, S signals, A label tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,6 +27,9 @@ from blockrank.prompts.encode import PromptSegments
 
 PREFIX, SUFFIX, PAD = -1, -2, -3
 """Segment ids of tokens that are no document's; a document's segment id is its index in the list, from 0."""
+
+ROW_QUANTUM = 32
+"""Row lengths chosen for shards are multiples of it."""
 
 Packing = Literal["packed", "chunked"]
 HostArray: TypeAlias = Any
@@ -45,7 +51,7 @@ def round_up_geometric(value: int, steps: int = 2) -> int:
 
 @dataclass(frozen=True)
 class LayoutShape:
-    """The static sizes of a layout: what a compiled program depends on."""
+    """The static sizes of a layout: what a compiled program depends on. `rows` are those of one shard."""
 
     documents: int
     prefix: int
@@ -54,9 +60,11 @@ class LayoutShape:
     suffix: int
     signals: int
     labels: int
+    shards: int = 1
 
     @property
     def tokens(self) -> int:
+        """Tokens of one stream, T."""
         return self.prefix + self.rows * self.row_length + self.suffix
 
     def union(self, other: LayoutShape) -> LayoutShape:
@@ -66,8 +74,10 @@ class LayoutShape:
     def bucketed(self, quantum: int = 32) -> LayoutShape:
         """Rounded up to one of few shapes, so that compiled programs are reused.
 
-        Rows, where the work is, have finer steps: less than a ninth of them is spare.
+        Rows, where the work is, have finer steps: less than a ninth of them is spare. In shards, so have prefix and
+        suffix: every device reads all of them.
         """
+        quantum = quantum if self.shards == 1 else quantum // 2
         return LayoutShape(
             round_up_geometric(self.documents),
             round_up(self.prefix, quantum),
@@ -76,6 +86,7 @@ class LayoutShape:
             round_up(self.suffix, quantum),
             self.signals,
             round_up(self.labels, 8),
+            self.shards,
         )
 
 
@@ -92,6 +103,9 @@ class TokenLayout:
     `signals` [B, S] and `labels` [B, A]: indices into the suffix of the signal tokens and of the answer tokens to be
     predicted, -1 where absent. `document_mask` bool [B, N]: which document slots hold a document. `sequential`: whether
     positions run on over the whole prompt, or are permutation-invariant (where all is prefix, the two are the same).
+
+    In shards, B counts streams: the first shard of every list, then the second of every list, and so on. What is no
+    row is the same in all shards of a list.
     """
 
     tokens: Int[HostArray, "B T"]
@@ -116,8 +130,11 @@ class TokenLayout:
         return slice(self.shape.tokens - self.shape.suffix, self.shape.tokens)
 
     def token_count(self) -> np.ndarray:
-        """Real tokens of each list, int64 [B] (host only)."""
-        return (np.asarray(self.segment_ids) != PAD).sum(axis=1)
+        """Real tokens of each list, int64 [B / shards] (host only)."""
+        real = np.asarray(self.segment_ids) != PAD
+        lists = len(real) // self.shape.shards
+        shared = real[:lists, self.prefix].sum(axis=1) + real[:lists, self.suffix].sum(axis=1)
+        return shared + real[:, self.rows].reshape(self.shape.shards, lists, -1).sum(axis=(0, 2))
 
     @property
     def fill(self) -> float:
@@ -134,12 +151,14 @@ class TokenLayout:
         suffix_offset: int | None = 8192,
         shape: LayoutShape | None = None,
         bucket: bool = True,
+        shards: int = 1,
     ) -> TokenLayout:
         """Lay out a batch of prompts.
 
         `suffix_offset` is the position of the first suffix token under permutation-invariant positions; None gives
         sequential positions (documents in list order, then the suffix), as a dense causal model expects.
         `shape` fixes the static sizes; otherwise they are the smallest that fit, rounded to a bucket if `bucket`.
+        With `shards`, rows are padded to a multiple of it, and packed rows are as long as divides best.
         Raises `UserError` for a document longer than a row, a suffix offset inside the documents, a shape too small, or
         no prompts.
         """
@@ -147,25 +166,65 @@ class TokenLayout:
             raise UserError("no prompts to lay out")
         if packing not in get_args(Packing):
             raise UserError(f"packing={packing!r} is unknown: choose one of {', '.join(get_args(Packing))}")
-        plans = [_pack([len(d) for d in s.documents], row_length, packing) for s in batch]
+        if shape is not None:
+            row_length, shards = (shape.row_length if shape.shards > 1 else row_length), shape.shards
+        lengths = [[len(d) for d in s.documents] for s in batch]
+        if shards > 1 and shape is None and packing == "packed":
+            row_length = _even_row_length(lengths, row_length, shards)
+        plans = [_pack(documents, row_length, packing) for documents in lengths]
         needed = LayoutShape(
             documents=max((len(s.documents) for s in batch), default=0),
             prefix=max((len(s.prefix) for s in batch), default=0),
-            rows=max((rows for _, rows in plans), default=0),
+            rows=-(-max((rows for _, rows in plans), default=0) // shards),
             row_length=row_length,
             suffix=max((len(s.suffix) for s in batch), default=0),
             signals=max((len(s.signals) for s in batch), default=0),
             labels=max((len(s.suffix) - s.answer_start for s in batch), default=0),
+            shards=shards,
         )
         if shape is None:
             shape = needed.bucketed() if bucket else needed
         elif needed.union(shape) != shape:
             raise UserError(f"prompts need a layout of at least {needed}, but the given shape is {shape}")
+        whole = replace(shape, rows=shape.rows * shards, shards=1)
         parts = [
-            _lay_out(segments, places, shape, suffix_offset) for segments, (places, _) in zip(batch, plans, strict=True)
+            _lay_out(segments, places, whole, suffix_offset) for segments, (places, _) in zip(batch, plans, strict=True)
         ]
         arrays = (np.stack(arrays) for arrays in zip(*parts, strict=True))
-        return TokenLayout(*arrays, shape=shape, sequential=suffix_offset is None)
+        layout = TokenLayout(*arrays, shape=whole, sequential=suffix_offset is None)
+        return layout if shards == 1 else layout.split(shards)
+
+    def without_suffix(self) -> TokenLayout:
+        """Prefix and rows alone, with no signals and labels."""
+        end, nothing = self.suffix.start, self.signals[:, :0]
+        return replace(
+            self,
+            **{name: getattr(self, name)[:, :end] for name in ("tokens", "positions", "segment_ids")},
+            signals=nothing,
+            labels=nothing,
+            shape=replace(self.shape, suffix=0, signals=0, labels=0),
+        )
+
+    def split(self, shards: int) -> TokenLayout:
+        """The same lists with their rows dealt to `shards` streams each (host only). Rows must divide."""
+        shape = self.shape
+        if shape.shards != 1 or shape.rows % shards:
+            raise ValueError(f"{shape.rows} rows in {shape.shards} shards do not split into {shards}")
+        lists, (first, last) = len(self.tokens), (self.prefix, self.suffix)
+
+        def stream(values: np.ndarray) -> np.ndarray:
+            rows = values[:, self.rows].reshape(lists, shards, -1).swapaxes(0, 1).reshape(shards * lists, -1)
+            return np.concatenate([repeat(values[:, first]), rows, repeat(values[:, last])], axis=1)
+
+        def repeat(values: np.ndarray) -> np.ndarray:
+            return np.tile(values, (shards, 1))
+
+        return TokenLayout(
+            *(stream(values) for values in (self.tokens, self.positions, self.segment_ids)),
+            *(repeat(values) for values in (self.signals, self.labels, self.document_mask)),
+            shape=replace(shape, rows=shape.rows // shards, shards=shards),
+            sequential=self.sequential,
+        )
 
     @staticmethod
     def from_blocks(
@@ -214,12 +273,13 @@ class TokenLayout:
     @staticmethod
     def blank(batch_size: int, shape: LayoutShape, *, sequential: bool = False) -> TokenLayout:
         """A batch of prompts without a token, to compile for a shape."""
+        streams = batch_size * shape.shards
 
         def ints(size: int, value: int) -> np.ndarray:
-            return np.full((batch_size, size), value, np.int32)
+            return np.full((streams, size), value, np.int32)
 
         tokens, segment_ids = ints(shape.tokens, 0), ints(shape.tokens, PAD)
-        none = np.zeros((batch_size, shape.documents), bool)
+        none = np.zeros((streams, shape.documents), bool)
         return TokenLayout(
             tokens,
             tokens,
@@ -233,9 +293,17 @@ class TokenLayout:
 
     def unpack(self) -> list[list[np.ndarray]]:
         """The token blocks `[prefix, documents in list order, suffix]` of every list: packing undone (host only)."""
-        tokens, segments = np.asarray(self.tokens), np.asarray(self.segment_ids)
-        ids = [[PREFIX, *np.flatnonzero(mask), SUFFIX] for mask in np.asarray(self.document_mask)]
-        return [[row[seg == i] for i in wanted] for row, seg, wanted in zip(tokens, segments, ids, strict=True)]
+        shards = self.shape.shards
+        lists = len(self.tokens) // shards
+
+        def joined(values: HostArray) -> np.ndarray:
+            streams = np.asarray(values).reshape(shards, lists, -1)
+            rows = streams[:, :, self.rows].swapaxes(0, 1).reshape(lists, -1)
+            return np.concatenate([streams[0, :, self.prefix], rows, streams[0, :, self.suffix]], axis=1)
+
+        ids = [[PREFIX, *np.flatnonzero(mask), SUFFIX] for mask in np.asarray(self.document_mask)[:lists]]
+        whole = zip(joined(self.tokens), joined(self.segment_ids), ids, strict=True)
+        return [[row[seg == i] for i in wanted] for row, seg, wanted in whole]
 
 
 def _pack(lengths: Sequence[int], row_length: int, packing: Packing) -> tuple[list[tuple[int, int]], int]:
@@ -254,6 +322,24 @@ def _pack(lengths: Sequence[int], row_length: int, packing: Packing) -> tuple[li
         places[index] = (row, used[row])
         used[row] += lengths[index]
     return places, len(used)
+
+
+def _even_row_length(lists: Sequence[Sequence[int]], row_length: int, shards: int) -> int:
+    """The least row length at which every list fits in equally many rows per shard, of about `row_length`.
+
+    Rows of 512 would pad the 9,100 tokens of a hundred passages to 24 rows on eight shards, a third too many; two rows
+    of 608 in each waste a fifteenth.
+    """
+    total = max((sum(documents) for documents in lists), default=0)
+    longest = max((length for documents in lists for length in documents), default=0)
+    if total == 0 or longest > row_length:
+        return row_length
+    rows = max(1, round(total / (shards * row_length)))
+    quantum = min(ROW_QUANTUM, row_length)
+    length = round_up(max(longest, -(-total // (shards * rows))), quantum)
+    while any(_pack(documents, length, "packed")[1] > rows * shards for documents in lists):
+        length += quantum
+    return length
 
 
 def _lay_out(

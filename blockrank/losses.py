@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from blockrank.attention.visibility import PATTERNS
@@ -93,6 +94,10 @@ class TrainingBatch:
     layout: TokenLayout
     positive: Bool[HostArray, "B N"]
 
+    def split(self, shards: int) -> TrainingBatch:
+        """The same lists in shards (host only): the loss and its gradients are the same."""
+        return TrainingBatch(self.layout.split(shards), np.tile(self.positive, (shards, 1)))
+
 
 def ranking_loss(
     model: Decoder, batch: TrainingBatch, objective: Objective
@@ -125,5 +130,5 @@ def ranking_loss(
         metrics["aux_loss"] = aux
         loss += objective.aux_weight * aux
     metrics["attention_p_at_1"] = first_is_positive(scores, batch.positive, documents)
-    metrics["lists_with_positive"] = count
+    metrics["lists_with_positive"] = count // layout.shape.shards
     return loss, metrics

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from blockrank.errors import UserError
 from blockrank.models.decoder import Decoder
@@ -60,8 +61,9 @@ def make_ranker(
     settings: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     name: str = "attention",
+    mesh: Mesh | None = None,
 ) -> AttentionRanker:
-    """An attention ranker over a source.
+    """An attention ranker over a source, on the devices of `mesh` or on one.
 
     A field of `settings` or `limits` that is not given comes from `preset` if one is named, else from the source, else
     from the `paper` preset; so does the template. Raises `UserError` for a tokenizer with ids the model does not embed.
@@ -73,4 +75,4 @@ def make_ranker(
     read = replace(read, **{**(PRESETS[preset] if preset else {}), **(settings or {})})
     limit = replace(source.limits or PromptLimits(), **(limits or {}))
     template = template or source.template or PromptTemplate.from_yaml("release" if preset == "release" else "paper")
-    return AttentionRanker(source.model, PromptEncoder(template, source.tokenizer, limit), read, name)
+    return AttentionRanker(source.model, PromptEncoder(template, source.tokenizer, limit), read, name, mesh)

@@ -67,6 +67,8 @@ def main(config: TrainConfig) -> int:
 
 def train(config: TrainConfig, console: Console) -> TrainResult:
     """Trains, draws the curves, and with `config.test` measures first stage, initial and trained model."""
+    if not config.mesh.single:
+        raise UserError(f"mesh {config.mesh}: training runs on one device so far; set mesh=single")
     check_measures(config)
     decoder = config.model.decoder_config()
     layer = config.ranker.layer_of(decoder)

@@ -1,20 +1,28 @@
-"""One door to every backend: who sees whom comes in as a `Visibility`, how it is computed as a name."""
+"""One door to every backend: who sees whom comes in as a `Visibility`, how it is computed as a name.
+
+Under a mesh (`jax.set_mesh`) every device attends over its own streams and heads. Where a list lies in shards, only the
+suffix looks beyond its own: each shard attends over what it holds, and the partial results are merged.
+"""
 
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from blockrank.attention.pallas_tpu import pallas_tpu_attention
-from blockrank.attention.reference import reference_attention
+from blockrank.attention.merge import Shards
+from blockrank.attention.pallas_tpu import pallas_tpu_attention, pallas_tpu_partial
+from blockrank.attention.reference import reference_attention, reference_partial
 from blockrank.attention.visibility import Tokens, Visibility
-from blockrank.attention.xla import xla_attention
+from blockrank.attention.xla import xla_attention, xla_partial
 from blockrank.errors import UserError
-from blockrank.layout import TokenLayout
+from blockrank.layout import PAD, TokenLayout
+from blockrank.parallel import BATCH, active_mesh
 
 Backend = Literal["auto", "reference", "xla", "pallas_tpu"]
 logger = logging.getLogger(__name__)
@@ -53,13 +61,76 @@ def attend(
 ) -> Float[Array, "B T K G H"]:
     """Softmax attention over a layout, logits scaled by H^-1/2. Padding and blind queries give 0.
 
-    Raises `UserError` for a layout with positions the visibility is not meant for.
+    Raises `UserError` for a layout with positions the visibility is not meant for, or one in shards whose documents the
+    visibility lets see each other.
     """
     visibility.check_positions(layout)
+    options = {"visibility": visibility, "backend": backend}
+    if active_mesh() is None:
+        return _attend(q, k, v, layout, sliding_window, shards=Shards(layout.shape.shards), **options)
+    heads = PartitionSpec(*BATCH, None, "tensor")
+    # Every float array names every axis, so gradients need none of the bookkeeping that kernels would have to declare.
+    return jax.shard_map(
+        partial(_attend, shards=Shards(layout.shape.shards, "doc"), **options),
+        in_specs=(heads, heads, heads, BATCH, PartitionSpec()),
+        out_specs=heads,
+        check_vma=False,
+    )(q, k, v, layout, None if sliding_window is None else jnp.asarray(sliding_window))
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    layout: TokenLayout,
+    window: Array | int | None,
+    *,
+    shards: Shards,
+    visibility: Visibility,
+    backend: str,
+) -> Float[Array, "B T K G H"]:
+    """`attend` on one device, among the shards of its lists."""
+    backend = resolve_backend(backend)
+    if shards.count == 1:
+        return _whole(q, k, v, layout, visibility, backend, window)
+    if not visibility.documents_apart or window is not None:
+        raise UserError(
+            f"visibility={visibility.name!r} lets documents see each other, so a list cannot be spread over devices: "
+            "use a mesh with doc=1"
+        )
+    suffix, tokens = layout.suffix, Tokens.of(layout)
+    rows = slice(0, suffix.start)
+    out = _whole(q[:, rows], k[:, rows], v[:, rows], layout.without_suffix(), visibility, backend, None)
+    queries = Tokens(*(field[:, suffix] for field in tokens))
+    # Prefix and suffix are in every shard; the suffix may count them once.
+    counted = shards.is_first(q.shape[0])[:, None] | (tokens.segment_ids >= 0)
+    keys = tokens._replace(segment_ids=jnp.where(counted, tokens.segment_ids, PAD))
+    partial_result = _partial(q[:, suffix], k, v, queries, keys, visibility, backend)
+    return jnp.concatenate([out, shards.merge(*partial_result)], axis=1)
+
+
+def _whole(
+    q: Array,
+    k: Array,
+    v: Array,
+    layout: TokenLayout,
+    visibility: Visibility,
+    backend: str,
+    window: Array | int | None,
+) -> Float[Array, "B T K G H"]:
     scale = q.shape[-1] ** -0.5
-    resolved = resolve_backend(backend)
-    if resolved == "reference":
-        mask = visibility.materialize(Tokens.of(layout), sliding_window)
-        return reference_attention(q, k, v, mask, scale)
-    attention = pallas_tpu_attention if resolved == "pallas_tpu" else xla_attention
-    return attention(q, k, v, layout, visibility, sliding_window, scale)
+    if backend == "reference":
+        return reference_attention(q, k, v, visibility.materialize(Tokens.of(layout), window), scale)
+    attention = pallas_tpu_attention if backend == "pallas_tpu" else xla_attention
+    return attention(q, k, v, layout, visibility, window, scale)
+
+
+def _partial(
+    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, visibility: Visibility, backend: str
+) -> tuple[Float[Array, "B Q K G H"], Float[Array, "B Q K G"]]:
+    """The suffix's queries over one shard's stream: outputs, and float32 log-sum-exps of the scaled logits."""
+    scale = q.shape[-1] ** -0.5
+    if backend == "reference":
+        return reference_partial(q, k, v, visibility.allowed(queries, keys), scale)
+    attention = pallas_tpu_partial if backend == "pallas_tpu" else xla_partial
+    return attention(q, k, v, queries, keys, visibility, scale)

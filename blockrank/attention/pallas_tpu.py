@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from blockrank.attention.pallas_flash import UNSEEN, flash_attention
 from blockrank.attention.pallas_rows import row_attention, row_attention_fits
-from blockrank.attention.visibility import BLOCKRANK, DENSE, Visibility
-from blockrank.attention.xla import xla_attention
+from blockrank.attention.visibility import BLOCKRANK, DENSE, Tokens, Visibility
+from blockrank.attention.xla import xla_attention, xla_partial
 from blockrank.layout import PAD, PREFIX, SUFFIX, TokenLayout
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,26 @@ def pallas_tpu_attention(
     return jnp.concatenate(outputs, axis=1)
 
 
+def pallas_tpu_partial(
+    q: Float[Array, "B Q K G H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    queries: Tokens,
+    keys: Tokens,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[Float[Array, "B Q K G H"], Float[Array, "B Q K G"]]:
+    """The suffix's attention to the keys of a stream that ends with it, and the float32 log-sum-exps (-inf: blind).
+
+    Keys marked as padding are not counted. What the kernel cannot take is computed by `xla` and logged once.
+    """
+    obstacle = _why_not_streamed(q, k, v, visibility)
+    if obstacle is not None:
+        _log_fallback(obstacle)
+        return xla_partial(q, k, v, queries, keys, visibility, scale)
+    return flash_attention(q, k, v, *suffix_codes(queries.segment_ids, keys.segment_ids), scale=scale)
+
+
 def why_not(
     q: Float[Array, "B T K G H"],
     k: Float[Array, "B T K H"],
@@ -78,19 +98,25 @@ def why_not(
     sliding_window: Array | int | None,
 ) -> str | None:
     """What of a call the kernels cannot take, in words; None if nothing."""
+    if sliding_window is not None:
+        return "a sliding window"
+    sizes = layout.shape
+    rows = sizes.row_length, sizes.prefix, q.shape[-1], q.dtype.itemsize
+    obstacle = _why_not_streamed(q, k, v, visibility)
+    if obstacle is None and visibility == BLOCKRANK and not row_attention_fits(*rows):
+        return f"rows of {sizes.row_length} tokens with a prefix of {sizes.prefix}"
+    return obstacle
+
+
+def _why_not_streamed(q: Array, k: Array, v: Array, visibility: Visibility) -> str | None:
+    """What the kernel of streamed keys cannot take, which the kernel of rows cannot take either."""
     head_dim, dtypes = q.shape[-1], {x.dtype for x in (q, k, v)}
     if visibility not in (BLOCKRANK, DENSE):
         return f"visibility {visibility.name!r}"
-    if sliding_window is not None:
-        return "a sliding window"
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
         return f"dtypes {', '.join(sorted(d.name for d in dtypes))}"
     if head_dim % HEAD_DIM_QUANTUM or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim}"
-    if visibility == BLOCKRANK and not row_attention_fits(
-        layout.shape.row_length, layout.shape.prefix, head_dim, q.dtype.itemsize
-    ):
-        return f"rows of {layout.shape.row_length} tokens with a prefix of {layout.shape.prefix}"
     return None
 
 
@@ -111,7 +137,8 @@ def suffix_codes(
     suffix_ids: Int[Array, "B Q"], segment_ids: Int[Array, "B T"]
 ) -> tuple[Int[Array, "B Q"], Int[Array, "B T"]]:
     """Codes of suffix queries, and of a stream of keys that ends with the suffix: all before it, then its own past."""
+    start = segment_ids.shape[1] - suffix_ids.shape[1]
     own = 1 + jnp.arange(suffix_ids.shape[1], dtype=jnp.int32)
-    ahead = jnp.where(segment_ids[:, : segment_ids.shape[1] - suffix_ids.shape[1]] == PAD, UNSEEN, 0)
-    mine = suffix_ids == SUFFIX
-    return jnp.where(mine, own, -1), jnp.concatenate([ahead, jnp.where(mine, own, UNSEEN)], axis=1)
+    ahead = jnp.where(segment_ids[:, :start] == PAD, UNSEEN, 0)
+    past = jnp.where(segment_ids[:, start:] == SUFFIX, own, UNSEEN)
+    return jnp.where(suffix_ids == SUFFIX, own, -1), jnp.concatenate([ahead, past], axis=1)

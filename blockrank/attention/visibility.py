@@ -105,6 +105,16 @@ class Visibility:
     def relation(self, query: Part, key: Part) -> Relation | None:
         return next((r for q, k, r in self.rules if q is query and k is key), None)
 
+    @property
+    def documents_apart(self) -> bool:
+        """Whether prefix and documents read nothing but the prefix and their own segment.
+
+        Then only the suffix knows of several documents, and rows may lie on several devices.
+        """
+        own = self.relation(Part.DOCUMENT, Part.DOCUMENT)
+        others = ((Part.PREFIX, Part.DOCUMENT), (Part.PREFIX, Part.SUFFIX), (Part.DOCUMENT, Part.SUFFIX))
+        return (own is None or own.same_segment) and all(self.relation(*pair) is None for pair in others)
+
     def allowed(
         self, queries: Tokens, keys: Tokens, sliding_window: Int[Array, ""] | int | None = None
     ) -> Bool[Array, "*b T S"]:

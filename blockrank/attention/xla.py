@@ -8,7 +8,7 @@ the same rules then mask within them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ MAX_TILE_LOGITS = 1 << 22
 
 ROW_TILE = 128
 """Queries of a row that share one range of keys: fewer waste fewer logits, more make larger products."""
+
+Out = TypeVar("Out")
 
 
 class Keys(NamedTuple):
@@ -71,9 +73,22 @@ def xla_attention(
         if own_row:
             out = _rows(*queries, keys, part(where), layout.shape.row_length, visibility, sliding_window, scale)
         else:
-            out = _shared(*queries, keys, visibility, sliding_window, scale)
+            out, _ = _shared(*queries, keys, visibility, sliding_window, scale)
         outputs.append(out)
     return jnp.concatenate(outputs, axis=1)
+
+
+def xla_partial(
+    q: Float[Array, "B Q K G H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    queries: Tokens,
+    keys: Tokens,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[Float[Array, "B Q K G H"], Float[Array, "B Q K G"]]:
+    """Attention of any queries to any keys, and the float32 log-sum-exp of each query's logits (-inf: sees nothing)."""
+    return _shared(q, queries, Keys(k, v, keys), visibility, None, scale)
 
 
 def _attend(
@@ -83,8 +98,8 @@ def _attend(
     visibility: Visibility,
     window: Array | int | None,
     scale: float,
-) -> Float[Array, "*b T K G H"]:
-    """Every query against every key given, masked by the rules.
+) -> tuple[Float[Array, "*b T K G H"], Float[Array, "*b T K G"]]:
+    """Every query against every key given, masked by the rules: outputs and log-sum-exps.
 
     A kv head's query heads are laid beside its queries, so that each product is one large matrix per batch entry and
     head: XLA on CPU runs that three times faster than the einsum over separate axes, forward and backward. The softmax
@@ -96,19 +111,20 @@ def _attend(
     k, v = jnp.einsum("...skh->...ksh", keys.k), jnp.einsum("...skh->...ksh", keys.v)
     logits = jnp.einsum("...th,...sh->...ts", stacked, k, precision=precision, preferred_element_type=jnp.float32)
     mask = visibility.allowed(tokens, keys.tokens, window)[..., None, None, :, :]
-    weights, total = masked_exponentials(scale * logits.reshape(*batch, kv_heads, groups, t, k.shape[-2]), mask)
-    weights = weights.astype(q.dtype).reshape(logits.shape)
+    logits = scale * logits.reshape(*batch, kv_heads, groups, t, k.shape[-2])
+    weights, total, lse = masked_exponentials(logits, mask)
+    weights = weights.astype(q.dtype).reshape(*batch, kv_heads, groups * t, k.shape[-2])
     out = jnp.einsum("...ts,...sh->...th", weights, v, precision=precision, preferred_element_type=jnp.float32)
     out = (out.reshape(*batch, kv_heads, groups, t, head_dim) / total).astype(q.dtype)
-    return jnp.einsum("...kgth->...tkgh", out)
+    return jnp.einsum("...kgth->...tkgh", out), jnp.einsum("...kgt->...tkg", lse)
 
 
 def _shared(
     q: Float[Array, "B T K G H"], tokens: Tokens, keys: Keys, visibility: Visibility, window: Array | int | None, scale
-) -> Float[Array, "B T K G H"]:
-    """Queries that all see the same keys."""
+) -> tuple[Float[Array, "B T K G H"], Float[Array, "B T K G"]]:
+    """Queries that all see the same keys: outputs and log-sum-exps."""
 
-    def attend(queries: tuple[Array, Tokens]) -> Array:
+    def attend(queries: tuple[Array, Tokens]) -> tuple[Array, Array]:
         return _attend(queries[0], queries[1], keys, visibility, window, scale)
 
     return _tiled(attend, (q, tokens), keys.k.shape[1])
@@ -149,18 +165,19 @@ def _rows(
         for start in range(0, row_length, tile):
             end = min(start + tile, row_length)
             queries, where = jax.tree.map(lambda x: x[:, :, start:end], (q, tokens))  # noqa: B023
-            outputs.append(_attend(queries, where, keys.first(shared.k.shape[1] + end), visibility, window, scale))
+            out, _ = _attend(queries, where, keys.first(shared.k.shape[1] + end), visibility, window, scale)
+            outputs.append(out)
         return jnp.concatenate(outputs, axis=2)
 
     logits_per_row = row_length * (shared.k.shape[1] + row_length)
     return _tiled(attend, jax.tree.map(split, (q, tokens, own)), logits_per_row).reshape(q.shape)
 
 
-def _tiled(attend: Callable[[Any], Array], queries: Any, logits_each: int) -> Array:
+def _tiled(attend: Callable[[Any], Out], queries: Any, logits_each: int) -> Out:
     """`attend(queries)`, a tile of axis 1 at a time, recomputed in the backward pass, when the logits would be large.
 
-    `queries` is a tree of arrays [B, T, ...] whose entry along T costs `logits_each`; the last tile is filled up with
-    padding tokens.
+    `queries` is a tree of arrays [B, T, ...] whose entry along T costs `logits_each`; the result is one as well. The
+    last tile is filled up with padding tokens.
     """
     t = jax.tree.leaves(queries)[0].shape[1]
     tile = max(1, MAX_TILE_LOGITS // max(logits_each, 1))
@@ -174,5 +191,7 @@ def _tiled(attend: Callable[[Any], Array], queries: Any, logits_each: int) -> Ar
         x = jnp.pad(x, ((0, 0), (0, count * tile - t), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
         return jnp.moveaxis(x.reshape(x.shape[0], count, tile, *x.shape[2:]), 1, 0)
 
-    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(attend), jax.tree.map(tiles, queries)), 0, 1)
-    return out.reshape(out.shape[0], count * tile, *out.shape[3:])[:, :t]
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], count * tile, *x.shape[3:])[:, :t]
+
+    return jax.tree.map(joined, jax.lax.map(jax.checkpoint(attend), jax.tree.map(tiles, queries)))

@@ -24,6 +24,7 @@ from blockrank.layout import TokenLayout
 from blockrank.models.config import DecoderConfig
 from blockrank.models.layers import Linear, QueryKey, RMSNorm
 from blockrank.models.stack import Block, Remat, layer_windows, scan_blocks, stacked_blocks, take_layers
+from blockrank.parallel import spread_batch
 
 
 class Embedding(nnx.Module):
@@ -109,11 +110,11 @@ class Trunk(nnx.Module):
 
     def _embedded(self, layout: TokenLayout) -> Float[Array, "B T D"]:
         check_tokens(layout.tokens, self.config.vocab_size)
-        return self.embed(layout.tokens, self.dtype)
+        return spread_batch(self.embed(layout.tokens, self.dtype))
 
     def _step(self, layout: TokenLayout, visibility: Visibility, backend: str) -> Callable[[Block, Array, Any], Array]:
         visible = partial(attend, layout=layout, visibility=visibility, backend=backend)
-        return lambda block, state, window: block(state, layout.positions, visible, window)
+        return lambda block, state, window: spread_batch(block(state, layout.positions, visible, window))
 
     def _windows(self, visibility: Visibility) -> Int[Array, " L"] | None:
         """BlockRank's pattern is its own window: a model's sliding window applies to sequential positions only."""

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from blockrank.errors import UserError
 from blockrank.models import gguf, hf, hf_encoder
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
 from blockrank.models.encoder import Encoder
+from blockrank.parallel import parameter_spec
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -75,6 +77,35 @@ def with_parameters(
     ]
     nnx.update(model, nnx.from_flat_state(leaves))
     return model
+
+
+def cast_parameters(model: M, dtype: jnp.dtype) -> M:
+    """A model whose parameters are of `dtype`; those that are already are shared.
+
+    Layers compute in the dtype of their input, so casting parameters to the model's `dtype` changes no result.
+    """
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(dtype), state))
+
+
+def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
+    """Raises `UserError` for a mesh that cannot give each device whole kv heads."""
+    if config.num_kv_heads % mesh.shape["tensor"]:
+        raise UserError(f"{config.num_kv_heads} kv heads do not divide over tensor={mesh.shape['tensor']} devices")
+
+
+def place_parameters(state: nnx.State, mesh: Mesh) -> nnx.State:
+    """Parameters, or their shapes, placed on the mesh by the table in `blockrank.parallel`."""
+    placed = []
+    for path, leaf in nnx.to_flat_state(state):
+        value = leaf.get_value()
+        sharding = NamedSharding(mesh, parameter_spec(".".join(map(str, path)), value.shape, mesh))
+        if isinstance(value, jax.ShapeDtypeStruct):
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        else:
+            value = jax.device_put(value, sharding)
+        placed.append((path, leaf.replace(value)))
+    return nnx.from_flat_state(placed)
 
 
 def weights_fingerprint(model: nnx.Module) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from blockrank.attention.visibility import PATTERNS
 from blockrank.errors import UserError
-from blockrank.layout import LayoutShape, Packing, TokenLayout, round_up_geometric
+from blockrank.layout import LayoutShape, Packing, TokenLayout, round_up, round_up_geometric
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder, TruncatedDecoder, check_score_layer
-from blockrank.models.loading import flat_parameters
+from blockrank.models.loading import cast_parameters, check_heads, flat_parameters, place_parameters
+from blockrank.parallel import LISTS, spread_lists
 from blockrank.prompts.encode import PromptEncoder, PromptSegments
 from blockrank.rankers.readout import Aggregation, attention_scores
 from blockrank.types import CandidateList, ListScores
@@ -71,7 +74,7 @@ class AttentionSettings:
         return shape.tokens if PATTERNS[self.visibility].sequential else self.suffix_offset + shape.suffix
 
     def lay_out(
-        self, batch: Sequence[PromptSegments], *, shape: LayoutShape | None = None, bucket: bool = True
+        self, batch: Sequence[PromptSegments], *, shape: LayoutShape | None = None, bucket: bool = True, shards: int = 1
     ) -> TokenLayout:
         """A batch of prompts, with the positions the visibility is meant for."""
         return TokenLayout.from_segments(
@@ -81,6 +84,7 @@ class AttentionSettings:
             suffix_offset=None if PATTERNS[self.visibility].sequential else self.suffix_offset,
             shape=shape,
             bucket=bucket,
+            shards=shards,
         )
 
 
@@ -98,12 +102,34 @@ def preset_settings(preset: str, **overrides: Any) -> AttentionSettings:
     return replace(AttentionSettings(**PRESETS[preset]), **overrides)
 
 
+def score_program(
+    model: TruncatedDecoder, settings: AttentionSettings
+) -> Callable[[nnx.State, TokenLayout], Float[Array, "B N"]]:
+    """The jitted function (parameters, layout) -> scores of a model of this structure, which may be abstract."""
+    graph = nnx.graphdef(model)
+    score_layer = model.config.num_layers
+
+    def score(state: nnx.State, layout: TokenLayout) -> Float[Array, "B N"]:
+        return attention_scores(
+            nnx.merge(graph, state),
+            layout,
+            score_layer,
+            visibility=PATTERNS[settings.visibility],
+            aggregation=settings.signal_aggregation,
+            backend=settings.attention_backend,
+        )
+
+    return jax.jit(score)
+
+
 class AttentionRanker:
     """Scores candidate lists by the attention of the signal tokens at the score layer.
 
     Scores are relative to the list: masses of one list sum to the number of signal tokens (or to 1), so they do not
-    compare across lists. Shapes are bucketed; a bucket compiles once. The host prepares a batch while the device scores
-    the one before.
+    compare across lists. Shapes are bucketed; a bucket compiles once. Weights are held in the model's `dtype`. The host
+    prepares a batch while the device scores the one before.
+
+    With a `mesh`, the rows of each list are spread over its axis `doc`, lists over `data` and `fsdp`.
     """
 
     def __init__(
@@ -112,6 +138,7 @@ class AttentionRanker:
         encoder: PromptEncoder,
         settings: AttentionSettings | None = None,
         name: str = "attention",
+        mesh: Mesh | None = None,
     ) -> None:
         self.name = name
         self.encoder = encoder
@@ -121,22 +148,14 @@ class AttentionRanker:
         cut, wanted = model.config.num_layers, self.settings.score_layer
         if wanted not in (None, cut):
             raise UserError(f"score_layer={wanted}, but this model was truncated at layer {cut}")
-        self.model = model
+        self.mesh = mesh
+        self._shards = 1 if mesh is None else mesh.shape["doc"]
+        self._list_groups = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in LISTS)
+        if mesh is not None:
+            check_heads(model.config, mesh)
         self._positions_told = False
-        graph, self._state = nnx.split(model)
-        settings = self.settings
-
-        def score(state: nnx.State, layout: TokenLayout) -> Float[Array, "B N"]:
-            return attention_scores(
-                nnx.merge(graph, state),
-                layout,
-                model.config.num_layers,
-                visibility=PATTERNS[settings.visibility],
-                aggregation=settings.signal_aggregation,
-                backend=settings.attention_backend,
-            )
-
-        self._score = jax.jit(score)
+        self._set(model)
+        self._score = score_program(self.model, self.settings)
 
     def note_positions(self, count: int) -> None:
         """Tell, once, of positions beyond those the model was trained for, where RoPE extrapolates.
@@ -155,8 +174,14 @@ class AttentionRanker:
 
     def set_model(self, model: Decoder) -> None:
         """Score with another model of the same config from now on; nothing is compiled anew."""
-        self.model = model.truncate(self.model.config.num_layers)
+        self._set(model.truncate(self.model.config.num_layers))
+
+    def _set(self, model: TruncatedDecoder) -> None:
+        self.model = cast_parameters(model, model.dtype)
         self._state = nnx.state(self.model)
+        if self.mesh is not None:
+            self._state = place_parameters(self._state, self.mesh)
+            nnx.update(self.model, self._state)
 
     @property
     def compilations(self) -> int:
@@ -173,18 +198,41 @@ class AttentionRanker:
         return results
 
     def warm_up(self, shapes: Iterable[LayoutShape], batch_size: int = 1) -> None:
-        """Compile for batches of `batch_size` lists of these shapes (`settings.lay_out(...).shape`) ahead of need."""
+        """Compile for batches of `batch_size` lists of these shapes (`lay_out(...).shape`) ahead of need.
+
+        Raises `UserError` for a shape in other shards than this ranker's lists.
+        """
         sequential = PATTERNS[self.settings.visibility].sequential
         for shape in shapes:
-            blank = TokenLayout.blank(round_up_geometric(batch_size), shape, sequential=sequential)
-            jax.block_until_ready(self._score(self._state, blank))
+            if shape.shards != self._shards:
+                raise UserError(
+                    f"a shape in {shape.shards} shards cannot warm up a ranker that spreads lists over doc="
+                    f"{self._shards} devices: take shapes from its own lay_out"
+                )
+            blank = TokenLayout.blank(self._bucket(batch_size), shape, sequential=sequential)
+            jax.block_until_ready(self._masses(blank))
+
+    def lay_out(self, batch: Sequence[PromptSegments]) -> TokenLayout:
+        """A batch of prompts in bucketed shape, in as many shards as the mesh has devices for a list."""
+        return self.settings.lay_out(batch, shards=self._shards)
+
+    def _bucket(self, lists: int) -> int:
+        """How many lists a batch is padded to, so that few sizes are compiled and each device group has as many."""
+        return round_up(round_up_geometric(lists), self._list_groups)
+
+    def _masses(self, layout: TokenLayout) -> Float[Array, "B N"]:
+        """Scores of a host layout's streams, which the device may still be computing."""
+        if self.mesh is None:
+            return self._score(self._state, layout)
+        with jax.set_mesh(self.mesh):
+            return self._score(self._state, spread_lists(layout, self.mesh))
 
     def _launch(self, lists: Sequence[CandidateList]) -> Iterator[tuple[Batch, TokenLayout, Array]]:
         """Each batch, with the scores that the device is still computing while the next one is encoded and laid out."""
         for batch in self._batches(lists):
-            layout = self.settings.lay_out([segments for _, segments in batch])
+            layout = self.lay_out([segments for _, segments in batch])
             self.note_positions(int(layout.positions.max()) + 1)
-            yield batch, layout, self._score(self._state, _pad_batch(layout))
+            yield batch, layout, self._masses(_pad_batch(layout, self._bucket(len(batch))))
 
     def _batches(self, lists: Sequence[CandidateList]) -> Iterator[Batch]:
         """Lists that have something to read, in order, as many together as `batch_tokens` allows."""
@@ -194,7 +242,7 @@ class AttentionRanker:
             segments = self.encoder.encode(candidates) if candidates.documents else None
             if segments is None or not segments.documents:
                 continue
-            own = self.settings.lay_out([segments]).shape
+            own = self.lay_out([segments]).shape
             joint = own if shape is None else shape.union(own)
             if batch and round_up_geometric(len(batch) + 1) * joint.tokens > self.settings.batch_tokens:
                 yield batch
@@ -231,8 +279,15 @@ def _one_late(items: Iterable[T]) -> Iterator[T]:
     yield from waiting
 
 
-def _pad_batch(layout: TokenLayout) -> TokenLayout:
-    """Repeat the last list up to a bucketed batch size, so that batch sizes compile to few shapes."""
-    size = layout.tokens.shape[0]
-    spare = round_up_geometric(size) - size
-    return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], spare, axis=0)]), layout) if spare else layout
+def _pad_batch(layout: TokenLayout, size: int) -> TokenLayout:
+    """Repeat the last list up to `size` lists."""
+    shards = layout.shape.shards
+    lists = layout.tokens.shape[0] // shards
+    spare = size - lists
+
+    def pad(x: np.ndarray) -> np.ndarray:
+        streams = x.reshape(shards, lists, *x.shape[1:])
+        padded = np.concatenate([streams, np.repeat(streams[:, -1:], spare, axis=1)], axis=1)
+        return padded.reshape(shards * size, *x.shape[1:])
+
+    return jax.tree.map(pad, layout) if spare else layout

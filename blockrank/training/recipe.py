@@ -12,6 +12,7 @@ from blockrank.data.sampling import SamplingConfig
 from blockrank.errors import FieldError, above, at_least, between
 from blockrank.losses import Objective
 from blockrank.models.stack import Remat
+from blockrank.parallel import MeshConfig
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
 from blockrank.retrieval.lists import ListsConfig
@@ -82,20 +83,6 @@ class LossConfig:
             raise ValueError("ntp_weight and aux_weight are both 0: nothing to train")
         if self.ntp_every > 1 and self.aux_weight == 0:
             raise FieldError("ntp_every", f"{self.ntp_every} leaves the steps between without a loss: aux_weight is 0")
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """Devices per mesh axis."""
-
-    data: int = 1
-    fsdp: int = 1
-    doc: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        if (self.data, self.fsdp, self.doc, self.tensor) != (1, 1, 1, 1):
-            raise ValueError("training runs on one device: set every axis to 1")
 
 
 @dataclass(frozen=True)
