@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from blockrank.models.loading import abstract_decoder
 from blockrank.prompts.template import PromptTemplate
 from blockrank.training.optimizer import Trainable, make_optimizer
 from blockrank.training.recipe import TrainConfig
-from blockrank.training.state import count_parameters, create_state, split_model
-from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
+from blockrank.training.state import TrainState, count_parameters, create_state, split_model
+from blockrank.training.step import Step, make_train_step, ranking_loss_fn, ranking_share_fn
 
 ANSWER_TOKENS = 8
 """Answer tokens allowed for on top of the suffix's limit."""
@@ -27,32 +28,18 @@ ANSWER_TOKENS = 8
 
 def dry_run(config: TrainConfig) -> str:
     """Builds model, optimiser state and step by shapes alone; returns their sizes and the resolved config as text."""
-    decoder = config.model.decoder_config()
-    layer = config.ranker.layer_of(decoder)
     PromptTemplate.from_config(config.prompt, "prompt")
-    graphdef, params = split_model(abstract_decoder(decoder, jnp.dtype(config.model.dtype)))
-    optimizer, schedule = make_optimizer(config.optimizer, config.trainer.total_steps or 10_000)
+    decoder = config.model.decoder_config()
+    plan = abstract_step(config)
+    params, shape = plan.state.params, plan.shape
     trainable = Trainable.of(params, config.optimizer)
-    state = jax.eval_shape(lambda p: create_state(p, optimizer, trainable), params)
-    objective = config.objective(layer)
-    accumulation = config.trainer.accumulation
-    step = make_train_step(
-        graphdef,
-        ranking_loss_fn(objective),
-        optimizer,
-        schedule,
-        trainable,
-        accumulation=accumulation,
-        share_fn=ranking_share_fn(objective),
-    )
-    shape = largest_shape(config)
-    _, metrics = jax.eval_shape(step, state, _abstract_batch(shape, config))
-    lists = config.trainer.batch_size
+    _, metrics = jax.eval_shape(plan.step, plan.state, plan.batch)
+    lists, accumulation = config.trainer.batch_size, config.trainer.accumulation
     lines = [
         f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as float32), trainable "
         f"{count_parameters(jax.eval_shape(trainable.take, params)):,}",
-        f"optimizer state: {_gigabytes(state.optimizer_state)}",
-        f"score layer: {layer} of {decoder.num_layers}",
+        f"optimizer state: {_gigabytes(plan.state.optimizer_state)}",
+        f"score layer: {config.ranker.layer_of(decoder)} of {decoder.num_layers}",
         f"tokens per step: {lists * shape.tokens:,} at most, in {accumulation} micro-batches",
         f"tokens per list: {shape.tokens:,} at most, {lists} lists: prefix {shape.prefix}, {shape.rows} rows of "
         f"{shape.row_length}, suffix {shape.suffix}",
@@ -61,6 +48,37 @@ def dry_run(config: TrainConfig) -> str:
         yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120),
     ]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class AbstractStep:
+    """The jitted training step with the shapes it takes, for lists as long as the limits allow."""
+
+    step: Step
+    state: TrainState
+    batch: TrainingBatch
+    shape: LayoutShape
+
+
+def abstract_step(config: TrainConfig) -> AbstractStep:
+    """Builds model, optimiser state and step by shapes alone."""
+    decoder = config.model.decoder_config()
+    graphdef, params = split_model(abstract_decoder(decoder, jnp.dtype(config.model.dtype)))
+    optimizer, schedule = make_optimizer(config.optimizer, config.trainer.total_steps or 10_000)
+    trainable = Trainable.of(params, config.optimizer)
+    state = jax.eval_shape(lambda p: create_state(p, optimizer, trainable), params)
+    objective = config.objective(config.ranker.layer_of(decoder))
+    step = make_train_step(
+        graphdef,
+        ranking_loss_fn(objective),
+        optimizer,
+        schedule,
+        trainable,
+        accumulation=config.trainer.accumulation,
+        share_fn=ranking_share_fn(objective),
+    )
+    shape = largest_shape(config)
+    return AbstractStep(step, state, _abstract_batch(shape, config), shape)
 
 
 def largest_shape(config: TrainConfig) -> LayoutShape:

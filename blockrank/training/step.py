@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from blockrank.errors import UserError
 from blockrank.losses import Objective, TrainingBatch, ranking_loss
+from blockrank.parallel import spread_parameters
 from blockrank.training.optimizer import Params, Trainable
 from blockrank.training.state import TrainState
 
@@ -85,7 +86,8 @@ def make_train_step(
         def of_part(part: Params) -> tuple[Array, Metrics]:
             return function(nnx.merge(graphdef, trainable.put(params, part)), batch)
 
-        return jax.value_and_grad(of_part, has_aux=True)(trainable.take(params))
+        value, grads = jax.value_and_grad(of_part, has_aux=True)(trainable.take(params))
+        return value, spread_parameters(grads)
 
     def accumulate(params: Params, batch: Any) -> tuple[tuple[Array, Metrics], Params]:
         assert share_fn is not None
@@ -100,8 +102,8 @@ def make_train_step(
 
         first = jax.tree.map(lambda leaf: leaf[0], micros)
         shapes = jax.eval_shape(lambda: differentiate(share, params, first))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return jax.lax.scan(add, zeros, micros)[0]
+        value, grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.lax.scan(add, (value, spread_parameters(grads)), micros)[0]
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if accumulation == 1:

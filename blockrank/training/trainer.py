@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import jax
 from flax import nnx
 
+from blockrank.chips import chip_of
 from blockrank.errors import UserError, at_least, between
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
@@ -26,15 +27,6 @@ from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_s
 from blockrank.training.tracking import METRICS_FILE, TrackerSettings, make_trackers
 
 log = logging.getLogger(__name__)
-
-PEAK_FLOPS = {
-    "TPU v6 lite": 918e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
-"""bf16 FLOP/s by the start of the device kind's name, for `train/mfu`."""
 
 
 class Batches(Protocol):
@@ -333,6 +325,5 @@ def _short(value: Any, limit: int = 80) -> str:
 
 
 def _peak_flops() -> float | None:
-    kind = jax.devices()[0].device_kind
-    peaks = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
-    return peaks[0] * jax.device_count() if peaks else None
+    chip = chip_of(jax.devices()[0].device_kind)
+    return None if chip is None else chip.flops * jax.device_count()

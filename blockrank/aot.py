@@ -1,0 +1,74 @@
+"""`python -m blockrank.aot`: compile for a TPU topology without TPUs, and print what a run would cost each chip.
+
+    python -m blockrank.aot +exp=msmarco topology=v6e:2x4 mesh=doc8
+    python -m blockrank.aot +exp=msmarco topology=v6e:2x4 programs=[train] mesh.fsdp=8
+
+Needs the package `libtpu` (extra `tpu`). Weights are shapes only: no memory of the model's size is needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+from blockrank.config import entry
+from blockrank.costs.programs import Planned, PromptLengths, ranking_program, training_program
+from blockrank.costs.report import as_json, measure, table
+from blockrank.costs.topology import Topology
+from blockrank.training.recipe import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AotConfig(TrainConfig):
+    """`configs/aot.yaml`: a training config, whose model, ranker, loss and optimiser are planned for `topology`."""
+
+    topology: str
+    programs: tuple[Literal["rank", "train"], ...]
+    depths: tuple[int, ...]
+    dtype: Literal["float32", "bfloat16"]
+    prompt_lengths: PromptLengths = field(default_factory=PromptLengths)
+    report: Path | None = None
+
+
+@entry("aot", AotConfig)
+def main(config: AotConfig) -> int:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    plan(config, Console(soft_wrap=True, highlight=False))
+    return 0
+
+
+def plan(config: AotConfig, console: Console) -> None:
+    """Compiles the programs one by one and prints a table of all."""
+    topology = Topology.of(config.topology)
+    mesh = config.mesh.make(topology.devices)
+    rows = []
+    for planned in _programs(config, mesh):
+        text = config.report and config.report.with_name(f"{config.report.stem}.{len(rows)}.hlo.txt")
+        rows.append(measure(planned, text))
+        console.print(table(rows[-1:], topology.chip).splitlines()[-1], markup=False)
+    console.print(f"\n{config.topology}, mesh {config.mesh}, per chip:\n", markup=False)
+    console.print(table(rows, topology.chip), markup=False)
+    if config.report is not None:
+        figures = [as_json(row, topology.chip) for row in rows]
+        config.report.write_text(json.dumps({"topology": config.topology, "mesh": str(config.mesh), "rows": figures}))
+        console.print(f"\nreport: {config.report}", markup=False)
+
+
+def _programs(config: AotConfig, mesh: Mesh) -> Iterator[Planned]:
+    if "rank" in config.programs:
+        decoder = config.model.decoder_config()
+        for depth in config.depths:
+            yield ranking_program(decoder, config.dtype, config.ranker, config.prompt_lengths, depth, mesh)
+    if "train" in config.programs:
+        yield training_program(config, mesh)
+
+
+if __name__ == "__main__":
+    main()

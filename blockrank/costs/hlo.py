@@ -1,0 +1,301 @@
+"""What one device of a compiled program does: FLOPs of matrix products, bytes moved, collectives; loops counted fully.
+
+XLA's own `cost_analysis` counts the body of a while loop once. A scanned decoder is one loop, so here every computation
+is counted as often as it runs, from the text of the optimised program: known trip counts, else the constant that the
+loop's condition compares with.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
+BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota"}
+FREE |= {"after-all", "partition-id", "replica-id", "add-dependency", "optimization-barrier"}
+SLICES = {"dynamic-slice", "slice", "gather"}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)( \(.*\) -> .*)? \{$")
+_INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*)$")
+_SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array of a result: element type and dimensions."""
+
+    dtype: str
+    dimensions: tuple[int, ...]
+
+    @property
+    def bytes(self) -> float:
+        return BYTES.get(self.dtype, 1) * math.prod(self.dimensions)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`name = shapes opcode(operands), attributes`; a tuple has several shapes."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    argument: str
+    root: bool
+
+    @property
+    def bytes(self) -> float:
+        return sum(shape.bytes for shape in self.shapes)
+
+    def attribute(self, name: str) -> str | None:
+        found = re.search(rf"\b{name}=%?([^\s,]+)", self.attributes)
+        return None if found is None else found.group(1)
+
+    def numbers(self, name: str) -> list[int]:
+        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return [] if found is None or not found.group(1) else [int(n) for n in found.group(1).split(",")]
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass
+class Costs:
+    """Of one device and one run. `collectives`: how many of each kind, and the larger of their operands and results."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Costs, times: int = 1) -> None:
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        for mine, theirs in ((self.collectives, other.collectives), (self.collective_bytes, other.collective_bytes)):
+            for kind, count in theirs.items():
+                mine[kind] += times * count
+
+
+class Program:
+    """The optimised HLO of one device, as `compiled.as_text()` prints it."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        current: Computation | None = None
+        for line in text.splitlines():
+            head = _COMPUTATION.match(line)
+            if head is not None:
+                current = self.computations.setdefault(head.group(2), {})
+                self.entry = head.group(2) if head.group(1) else self.entry
+            elif current is not None and (instruction := _parse(line.strip())) is not None:
+                current[instruction.name] = instruction
+        self._known: dict[tuple[str, bool], Costs] = {}
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of the whole program."""
+        return self.costs_of(self.entry)
+
+    def loops(self) -> Iterator[tuple[Instruction, int]]:
+        """Every while loop with its trip count."""
+        for computation in self.computations.values():
+            for instruction in computation.values():
+                if instruction.opcode == "while":
+                    yield instruction, self.trip_count(instruction)
+
+    def costs_of(self, name: str, *, fused: bool = False) -> Costs:
+        """Of one computation, with all that it calls. A fused one touches memory at its borders only."""
+        if (name, fused) not in self._known:
+            total = Costs()
+            for instruction in self.computations[name].values():
+                total.add(self._of(instruction, self.computations[name], fused))
+            self._known[name, fused] = total
+        return self._known[name, fused]
+
+    def _of(self, op: Instruction, scope: Computation, fused: bool) -> Costs:
+        own = Costs()
+        if op.opcode == "while":
+            count = self.trip_count(op)
+            own.add(self.costs_of(_called(op, "body")), count)
+            own.add(self.costs_of(_called(op, "condition")), count)
+        elif op.opcode == "conditional":
+            branches = re.findall(r"%?([\w.\-]+)", op.attributes.split("branch_computations={")[-1].split("}")[0])
+            branches = [b for b in branches if b in self.computations] or [
+                _called(op, "true_computation"),
+                _called(op, "false_computation"),
+            ]
+            own.add(max((self.costs_of(b) for b in branches), key=lambda c: (c.flops, c.bytes)))
+        elif op.opcode == "fusion":
+            own.add(self.costs_of(_called(op, "calls"), fused=True))
+            own.bytes = 0.0 if fused else self._fusion_bytes(op)
+        elif op.opcode == "call":
+            own.add(self.costs_of(_called(op, "to_apply"), fused=fused))
+        elif op.opcode == "async-start" or (op.opcode.endswith("-start") and op.attribute("calls")):
+            own.add(self.costs_of(_called(op, "calls")))
+        else:
+            own.flops = _flops(op, scope)
+            own.bytes = 0.0 if fused else _moved(op, scope)
+            kind = op.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                own.collectives[kind] = 1
+                own.collective_bytes[kind] = int(max(_operand_bytes(op, scope), _result_bytes(op)))
+        return own
+
+    def trip_count(self, loop: Instruction) -> int:
+        """How often a while loop's body runs. Raises `ValueError` where the program does not tell."""
+        known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
+        if known is not None:
+            return int(known.group(1))
+        condition = self.computations[_called(loop, "condition")]
+        compared = [op for op in condition.values() if op.opcode == "constant" and op.shapes[0].dtype in ("s32", "u32")]
+        if len(compared) == 1:
+            return int(compared[0].argument)
+        raise ValueError(f"while loop {loop.name}: no trip count in the program")
+
+    def _fusion_bytes(self, op: Instruction) -> float:
+        """Operands and results of a fusion; of an operand only sliced, or updated in place, the part touched."""
+        inner = self.computations[_called(op, "calls")]
+        read = sum(self._read(inner, p) for p in inner.values() if p.opcode == "parameter")
+        return read + sum(_written(i, inner) for i in inner.values() if i.root)
+
+    def _read(self, scope: Computation, parameter: Instruction) -> float:
+        """How many bytes of its parameter a fused computation reads, fusions inside it included."""
+        total = 0.0
+        for use, name in _through_bitcasts(parameter, scope):
+            first = use.operands[0] == name
+            if use.opcode == "fusion":
+                inner = self.computations[_called(use, "calls")]
+                numbers = [str(i) for i, operand in enumerate(use.operands) if operand == name]
+                total += sum(
+                    self._read(inner, p) for p in inner.values() if p.opcode == "parameter" and p.argument in numbers
+                )
+            elif use.opcode in SLICES and first:
+                total += use.bytes
+            elif not (use.opcode == "dynamic-update-slice" and first):
+                total += parameter.bytes
+        return min(total, parameter.bytes)
+
+
+def _through_bitcasts(op: Instruction, scope: Computation) -> list[tuple[Instruction, str]]:
+    """The users of a value, looking through bitcasts, each with the name it knows the value by."""
+    found = []
+    for use in scope.values():
+        if op.name in use.operands:
+            found += _through_bitcasts(use, scope) if use.opcode == "bitcast" else [(use, op.name)]
+    return found
+
+
+def _written(root: Instruction, scope: Computation) -> float:
+    if root.opcode == "dynamic-update-slice":
+        return scope[root.operands[1]].bytes
+    if root.opcode == "tuple":
+        return sum(_written(scope[name], scope) for name in root.operands)
+    if root.opcode == "bitcast" and root.operands[0] in scope:
+        return _written(scope[root.operands[0]], scope)
+    return root.bytes
+
+
+def _moved(op: Instruction, scope: Computation) -> float:
+    """Bytes an unfused instruction reads and writes."""
+    if op.opcode in FREE or op.opcode.endswith("-done"):
+        return 0.0
+    if op.opcode in SLICES:
+        return 2 * op.bytes
+    if op.opcode == "dynamic-update-slice":
+        return 2 * scope[op.operands[1]].bytes
+    return _operand_bytes(op, scope) + _result_bytes(op)
+
+
+def _operand_bytes(op: Instruction, scope: Computation) -> float:
+    return sum(scope[name].bytes for name in op.operands if name in scope)
+
+
+def _result_bytes(op: Instruction) -> float:
+    """Of an asynchronous start, whose result repeats its operands, the largest part."""
+    return max((s.bytes for s in op.shapes), default=0.0) if op.opcode.endswith("-start") else op.bytes
+
+
+def _flops(op: Instruction, scope: Computation) -> float:
+    """Two per multiply-add of a matrix product or convolution; what a kernel says of itself; 0 for all else."""
+    if op.opcode == "dot":
+        left = scope[op.operands[0]].shapes[0].dimensions
+        return 2.0 * math.prod(op.shapes[0].dimensions) * math.prod(left[i] for i in op.numbers("lhs_contracting_dims"))
+    if op.opcode == "convolution":
+        return 2.0 * _convolution_products(op, scope)
+    if op.opcode == "custom-call":
+        told = re.search(r'"flops":\s*"?(\d+)', op.attributes)
+        return float(told.group(1)) if told else 0.0
+    return 0.0
+
+
+def _convolution_products(op: Instruction, scope: Computation) -> float:
+    """Multiply-adds of a convolution, products with padding left out. TPUs write every matrix product as one."""
+    labels = op.attribute("dim_labels")
+    assert labels is not None
+    inputs, kernel, output = re.split(r"_|->", labels)
+    left, right = (scope[name].shapes[0].dimensions for name in op.operands[:2])
+    result = op.shapes[0].dimensions
+    window = re.search(r"window=\{([^}]*)\}", op.attributes)
+    fields = dict(part.split("=") for part in window.group(1).split()) if window else {}
+    products = 1.0
+    for axis in sorted(c for c in inputs if c.isdigit()):
+        i = int(axis)
+
+        def setting(name: str, default: str, i: int = i) -> str:
+            return fields[name].split("x")[i] if name in fields else default
+
+        size, count = left[inputs.index(axis)], result[output.index(axis)]
+        taps = int(setting("size", "1"))
+        low = int(setting("pad", "0_0").split("_")[0])
+        stride, spread = int(setting("stride", "1")), int(setting("rhs_dilate", "1"))
+        dilation = int(setting("lhs_dilate", "1"))
+        places = np.arange(count)[:, None] * stride - low + np.arange(taps)[None, :] * spread
+        inside = (places % dilation == 0) & (places >= 0) & (places // dilation < size)
+        products *= int(inside.sum())
+    features = right[kernel.index("i")] * right[kernel.index("o")]
+    groups = int(op.attribute("batch_group_count") or 1)
+    return products * features * left[inputs.index("b")] / groups
+
+
+def _called(op: Instruction, attribute: str) -> str:
+    name = op.attribute(attribute)
+    assert name is not None, f"{op.opcode} {op.name} names no {attribute}"
+    return name
+
+
+def _parse(line: str) -> Instruction | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    root, name, rest = bool(match.group(1)), match.group(2), match.group(3)
+    end = _close(rest, 0) if rest.startswith("(") else rest.index(" ")
+    shapes = tuple(
+        Shape(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _SHAPE.findall(rest[:end])
+    )
+    call = rest[end:].lstrip()
+    start = call.index("(")
+    stop = _close(call, start)
+    inside = call[start + 1 : stop - 1]
+    names = re.sub(r"\[[^\]]*\]|\{[^}]*\}|\([^)]*\)", "", inside).split(",")
+    operands = tuple(name.split()[-1].lstrip("%") for name in names if name.strip())
+    return Instruction(name, shapes, call[:start], operands, call[stop:], inside, root)
+
+
+def _close(text: str, start: int) -> int:
+    """The index after the bracket that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index + 1
+    raise ValueError(f"unbalanced brackets in {text[:80]!r}")

@@ -1,0 +1,162 @@
+"""The programs a user will run, over shapes alone: ranking a list of N documents, and a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from blockrank.errors import UserError
+from blockrank.layout import LayoutShape
+from blockrank.models.config import DecoderConfig
+from blockrank.models.decoder import Decoder
+from blockrank.models.loading import cast_parameters, check_heads, place_parameters
+from blockrank.parallel import LISTS, place_state, spread_lists
+from blockrank.prompts.encode import PromptSegments
+from blockrank.rankers.attention import AttentionSettings, score_program
+from blockrank.training.dry_run import abstract_step
+from blockrank.training.recipe import TrainConfig
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """Tokens of the prompts to plan for, scaffold included.
+
+    Documents have `document` tokens on average, at most `longest`: a gamma distribution with the spread of MS MARCO's
+    passages (0.4 of the mean), cut, drawn with seed 0.
+    """
+
+    prefix: int = 96
+    document: int = 75
+    longest: int = 160
+    suffix: int = 80
+
+    def draw(self, documents: int) -> PromptSegments:
+        """A prompt of that many documents; its tokens are all 1."""
+        rng = np.random.default_rng(0)
+        drawn = rng.gamma(6.25, self.document / 6.25, documents)
+        lengths = np.clip(np.rint(drawn * documents * self.document / max(drawn.sum(), 1)), 1, self.longest).astype(int)
+        ones = [np.ones(n, np.int32) for n in (self.prefix, *lengths, self.suffix)]
+        return PromptSegments(
+            prefix=ones[0],
+            documents=tuple(ones[1:-1]),
+            document_index=tuple(range(documents)),
+            suffix=ones[-1],
+            signals=(self.suffix - 2, self.suffix - 1),
+            answer_start=self.suffix,
+            truncated=(False,) * documents,
+            query_truncated=False,
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A program ready to compile: `function.lower(*arguments)` under the mesh.
+
+    `ideal_flops` is the least work of one device: products of weights and of visible pairs, on real tokens only, with
+    prefix and suffix on every device and documents dealt evenly. `layout_flops` counts padded tokens too.
+    """
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    mesh: Mesh
+    shape: LayoutShape
+    blocks: int
+    ideal_flops: float
+    layout_flops: float
+
+    def compile(self) -> Any:
+        with jax.set_mesh(self.mesh):
+            return self.function.lower(*self.arguments).compile()
+
+
+def ranking_program(
+    decoder: DecoderConfig, dtype: str, settings: AttentionSettings, lengths: PromptLengths, documents: int, mesh: Mesh
+) -> Planned:
+    """Scores of one list per group of devices (axes `data` and `fsdp`), weights in `dtype`."""
+    check_heads(decoder, mesh)
+    layer = settings.layer_of(decoder)
+    model = nnx.eval_shape(lambda: _truncated(decoder, layer, jnp.dtype(dtype)))
+    shards, lists = mesh.shape["doc"], mesh.shape["data"] * mesh.shape["fsdp"]
+    segments = lengths.draw(documents)
+    layout = settings.lay_out([segments] * lists, shards=shards)
+    arguments = place_parameters(nnx.state(model), mesh), spread_lists(abstract(layout), mesh)
+    own = [len(segments.prefix), sum(map(len, segments.documents)) / shards, len(segments.suffix)]
+    attended = _visible_pairs(segments, shards)
+    shape = layout.shape
+    tensor = mesh.shape["tensor"]
+    return Planned(
+        name=f"rank N={documents}",
+        function=score_program(model, settings),
+        arguments=arguments,
+        mesh=mesh,
+        shape=shape,
+        blocks=layer,
+        ideal_flops=layer * block_flops(decoder, sum(own), attended) / tensor,
+        layout_flops=layer * block_flops(decoder, shape.tokens, attended) / tensor,
+    )
+
+
+def training_program(config: TrainConfig, mesh: Mesh) -> Planned:
+    """One optimiser step on lists as long as the limits allow; its ideal is 3 forward passes (4 with remat)."""
+    decoder = config.model.decoder_config()
+    check_heads(decoder, mesh)
+    if mesh.shape["doc"] > 1:
+        raise UserError("a training step is planned over data, fsdp and tensor: set mesh.doc=1")
+    groups = int(np.prod([mesh.shape[axis] for axis in LISTS]))
+    micro = config.trainer.batch_size // config.trainer.accumulation
+    if micro % groups:
+        raise UserError(
+            f"micro-batches of {micro} lists (trainer.batch_size / trainer.accumulation) do not divide over {groups} "
+            "groups of devices (mesh.data x mesh.fsdp)"
+        )
+    plan = abstract_step(config)
+    shape = plan.shape
+    lists = config.trainer.batch_size // groups
+    segments = PromptLengths(shape.prefix, 1, 1, shape.suffix).draw(0)
+    passes = 3 if config.loss.remat == "none" else 4
+    tokens = lists * shape.tokens
+    flops = passes * decoder.num_layers * block_flops(decoder, tokens, lists * _visible_pairs(segments, 1))
+    flops /= mesh.shape["tensor"]
+    return Planned(
+        name=f"train {config.trainer.batch_size} lists of {config.lists.num_candidates}",
+        function=plan.step,
+        arguments=(place_state(plan.state, plan.state.params, mesh), spread_lists(plan.batch, mesh)),
+        mesh=mesh,
+        shape=shape,
+        blocks=decoder.num_layers,
+        ideal_flops=flops,
+        layout_flops=flops,
+    )
+
+
+def block_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
+    """Products of one block: two per weight and token, four per visible pair and feature of the heads."""
+    heads = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
+    return 2.0 * weights * tokens + 4.0 * heads * pairs
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _truncated(decoder: DecoderConfig, layer: int, dtype: jnp.dtype) -> Any:
+    return cast_parameters(Decoder(decoder, rngs=nnx.Rngs(0), dtype=dtype).truncate(layer), dtype)
+
+
+def _visible_pairs(segments: PromptSegments, shards: int) -> float:
+    """Pairs of query and key that a device computes, under BlockRank's pattern."""
+    prefix, suffix = len(segments.prefix), len(segments.suffix)
+    lengths = np.asarray([len(d) for d in segments.documents], float)
+    documents = float(np.sum(lengths * prefix + lengths * (lengths + 1) / 2)) / shards
+    own = (prefix * (prefix + 1) + suffix * (suffix + 1)) / 2 + suffix * prefix
+    return documents + own + suffix * float(lengths.sum()) / shards
