@@ -79,7 +79,7 @@ class MeshConfig:
         data, fsdp, doc, tensor = (devices // product if size == REST else size for size in sizes)
         return data, fsdp, doc, tensor
 
-    def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh over `devices` (all that are present); those it does not need stay idle."""
         devices = jax.devices() if devices is None else devices
         sizes = self.sizes(len(devices))

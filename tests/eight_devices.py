@@ -171,7 +171,7 @@ def compiled_text(mesh: MeshConfig, dtype: jnp.dtype = jnp.float32) -> str:
 
     with jax.set_mesh(devices):
         arguments = place_parameters(nnx.state(cut), devices), spread_lists(layout, devices)
-        return jax.jit(score).lower(*arguments).compile().as_text()
+        return str(jax.jit(score).lower(*arguments).compile().as_text())
 
 
 def test_nothing_is_sent_but_the_suffix_merge() -> None:

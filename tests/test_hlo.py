@@ -168,6 +168,6 @@ def test_convolutions_count_the_products_they_have(shapes, options) -> None:
         return jax.lax.conv_general_dilated(x, w, dimension_numbers=("NWC", "WIO", "NWC"), **options)
 
     lowered = jax.jit(convolve).lower(*(jnp.ones(shape) for shape in shapes))
-    text = lowered.compiler_ir("hlo").as_hlo_text()
+    text = lowered.as_text(dialect="hlo")
     total = float(np.asarray(convolve(*(jnp.ones(shape) for shape in shapes))).sum())
     assert Program(text).costs.flops == 2 * total
