@@ -179,7 +179,7 @@ def test_nothing_is_sent_but_the_suffix_merge() -> None:
     text = compiled_text(MeshConfig(doc=8))
     sent = re.findall(r"= (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", text)
     kinds = sorted((kind, re.sub(r"\{.*", "", shape)) for shape, kind in sent)
-    heads, head_dim, suffix = 4, 8, 32
+    heads, head_dim, suffix = 4, 8, 16
     sizes = [int(np.prod([int(n) for n in shape.split("[")[1].strip("]").split(",")])) for _, shape in kinds]
     assert kinds, text
     assert {kind for kind, _ in kinds} == {"all-gather", "all-reduce"}

@@ -47,11 +47,17 @@ def document_mass(
     Of a list in `shards`, each entry holds some documents' keys and gets the scores of all documents.
     """
     options = {"num_documents": num_documents, "aggregation": aggregation}
-    if active_mesh() is None:
+    mesh = active_mesh()
+    if mesh is None:
         return _document_mass(q, k, segment_ids, signal_mask, shards=Shards(shards), head_axis=None, **options)
     heads = PartitionSpec(*BATCH, None, "tensor")
     return jax.shard_map(
-        partial(_document_mass, shards=Shards(shards, "doc"), head_axis="tensor", **options),
+        partial(
+            _document_mass,
+            shards=Shards(shards, "doc"),
+            head_axis="tensor" if mesh.shape["tensor"] > 1 else None,
+            **options,
+        ),
         in_specs=(heads, heads, BATCH, BATCH),
         out_specs=BATCH,
         check_vma=False,
