@@ -10,6 +10,14 @@ from typing import Any
 from blockrank.chips import Chip, chip_named
 from blockrank.errors import UserError
 
+NO_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Without these libtpu asks a metadata server, for minutes, which TPU it is on, and lets one process alone compile."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -26,8 +34,8 @@ class Topology:
         chip = chip_named(name.partition(":")[0])
         if find_spec("libtpu") is None:
             raise UserError("compiling for TPUs needs the package libtpu: pip install 'blockrank[tpu]'")
-        # Without these libtpu asks a metadata server, for minutes, which machine it is on.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        for key, value in NO_MACHINE.items():
+            os.environ.setdefault(key, value)
         try:
             found = topologies.get_topology_desc(name, platform="tpu")
         except Exception as error:
