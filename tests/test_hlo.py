@@ -136,7 +136,7 @@ ENTRY %main (x: f32[4,8], i: s32[], s: f32[6,8,16]) -> f32[4,16] {
   %x = f32[4,8]{1,0} parameter(0)
   %i = s32[] parameter(1)
   %s = f32[6,8,16]{2,1,0} parameter(2)
-  ROOT %fusion = f32[4,16]{1,0} fusion(%x, %i, %s), kind=kOutput, calls=%product
+  ROOT %fusion = f32[4,16]{1,0} fusion(%x, %i, /*index=2*/%s), kind=kOutput, calls=%product
 }
 """
 

@@ -92,7 +92,7 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self.entry = ""
         current: Computation | None = None
-        for line in text.splitlines():
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
             head = _COMPUTATION.match(line)
             if head is not None:
                 current = self.computations.setdefault(head.group(2), {})
