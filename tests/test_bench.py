@@ -14,13 +14,13 @@ from strategies import random_prompt, tiny_config
 
 from blockrank.attention.visibility import BLOCKRANK, DENSE, Tokens
 from blockrank.benchmark.decomposition import chain, decompose
-from blockrank.benchmark.flops import Work, block_weights, causal_pairs, needed_flops, visible_pairs
 from blockrank.benchmark.prompts import draw_lengths, draw_prompt, load_prompt, make_prompts, save_prompt
 from blockrank.benchmark.records import Cell, Results
 from blockrank.benchmark.report import write_report
 from blockrank.benchmark.settings import BenchConfig, SyntheticLists, System
 from blockrank.benchmark.summary import summarise
 from blockrank.config import build, compose
+from blockrank.costs.flops import Work, block_weights, causal_pairs, needed_flops, visible_pairs
 from blockrank.errors import UserError
 from blockrank.layout import TokenLayout
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +14,23 @@ import pytest
 
 from blockrank.attention.dispatch import attend
 from blockrank.attention.visibility import BLOCKRANK, DENSE, Visibility
+from blockrank.costs.topology import Topology
 from blockrank.layout import LayoutShape, TokenLayout
+from blockrank.parallel import MeshConfig, spread_lists
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: the extra `tpu` has it", allow_module_level=True)
 
 
 @cache
-def v6e() -> jax.sharding.Sharding:
-    from jax.experimental import topologies
-
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other processes may compile at the same time
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
-    assert topology.devices[0].device_kind == "TPU v6 lite"
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+def v6e() -> tuple[Any, ...]:
+    devices = Topology.of("v6e:2x4").devices
+    assert devices[0].device_kind == "TPU v6 lite"
+    return devices
 
 
 def shaped(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=v6e())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(v6e()[0]))
 
 
 def layout_of(shape: LayoutShape, pattern: Visibility) -> TokenLayout:
@@ -46,6 +46,11 @@ def layout_of(shape: LayoutShape, pattern: Visibility) -> TokenLayout:
     )
 
 
+def calls(program: jax.stages.Compiled) -> int:
+    """How many kernels a program calls."""
+    return (program.as_text() or "").count('custom_call_target="tpu_custom_call"')
+
+
 def kernels(
     head_dim: int, dtype: jnp.dtype, shape: LayoutShape, pattern: Visibility = BLOCKRANK, groups: int = 4
 ) -> int:
@@ -57,8 +62,8 @@ def kernels(
 
     q = shaped((1, shape.tokens, 2, groups, head_dim), dtype)
     k = shaped((1, shape.tokens, 2, head_dim), dtype)
-    compiled = jax.jit(run).trace(q, k, k, q, layout_of(shape, pattern)).lower(lowering_platforms=("tpu",)).compile()
-    return (compiled.as_text() or "").count('custom_call_target="tpu_custom_call"')
+    program = jax.jit(run).trace(q, k, k, q, layout_of(shape, pattern))
+    return calls(program.lower(lowering_platforms=("tpu",)).compile())
 
 
 def stream(prefix: int, rows: int, row_length: int, suffix: int) -> LayoutShape:
@@ -77,6 +82,27 @@ def test_compiles(head_dim: int, dtype: jnp.dtype) -> None:
 
 def test_dense_compiles() -> None:
     assert kernels(64, jnp.bfloat16, SMALL, DENSE) == 2
+
+
+def test_auto_compiles_to_kernels_on_every_device_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list in four shards, heads on two devices each; the merge sends log-sum-exps and outputs of the suffix."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    mesh = MeshConfig(doc=4, tensor=2).make(v6e())
+    shape = replace(SMALL, shards=4)
+    layout = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, TokenLayout.blank(1, shape)))
+    q, k = (jax.ShapeDtypeStruct((*layout.tokens.shape, *heads), jnp.bfloat16) for heads in ((2, 4, 128), (2, 128)))
+
+    def run(q, k, v, layout):
+        return attend(q, k, v, layout=layout, visibility=BLOCKRANK)
+
+    with jax.set_mesh(mesh):
+        program = (
+            jax.jit(run).trace(*spread_lists((q, k, k, layout), mesh)).lower(lowering_platforms=("tpu",)).compile()
+        )
+    assert calls(program) == FORWARD_AND_BACKWARD // 2
+    text = program.as_text() or ""
+    assert "all-reduce" in text
+    assert "all-gather" in text
 
 
 @pytest.mark.slow

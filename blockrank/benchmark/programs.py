@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from blockrank.attention.precision import matmul_precision
 from blockrank.attention.visibility import PATTERNS
-from blockrank.benchmark.flops import Work, needed_flops
 from blockrank.benchmark.settings import BenchConfig, System
+from blockrank.costs.flops import Work, needed_flops
 from blockrank.layout import TokenLayout, round_up
 from blockrank.models.decoder import Decoder, TruncatedDecoder
 from blockrank.models.generate import greedy

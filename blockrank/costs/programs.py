@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from blockrank.costs.flops import block_weights, visible_pairs
 from blockrank.errors import UserError
 from blockrank.layout import LayoutShape
 from blockrank.models.config import DecoderConfig
@@ -139,9 +140,7 @@ def training_program(config: TrainConfig, mesh: Mesh) -> Planned:
 def block_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     """Products of one block: two per weight and token, four per visible pair and feature of the heads."""
     heads = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
-    weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
-    return 2.0 * weights * tokens + 4.0 * heads * pairs
+    return 2.0 * block_weights(config) * tokens + 4.0 * heads * pairs
 
 
 def abstract(tree: Any) -> Any:
@@ -155,8 +154,5 @@ def _truncated(decoder: DecoderConfig, layer: int, dtype: jnp.dtype) -> Any:
 
 def _visible_pairs(segments: PromptSegments, shards: int) -> float:
     """Pairs of query and key that a device computes, under BlockRank's pattern."""
-    prefix, suffix = len(segments.prefix), len(segments.suffix)
-    lengths = np.asarray([len(d) for d in segments.documents], float)
-    documents = float(np.sum(lengths * prefix + lengths * (lengths + 1) / 2)) / shards
-    own = (prefix * (prefix + 1) + suffix * (suffix + 1)) / 2 + suffix * prefix
-    return documents + own + suffix * float(lengths.sum()) / shards
+    on_every_device = visible_pairs(replace(segments, documents=()))
+    return on_every_device + (visible_pairs(segments) - on_every_device) / shards
