@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +125,9 @@ def model() -> Decoder:
     return tiny_decoder(tiny_config(3, tie_embeddings=False))
 
 
-def loss_and_gradients(params: nnx.State, batch: TrainingBatch) -> tuple:
+def loss_and_gradients(params: nnx.State, batch: TrainingBatch, backend: str = "xla") -> tuple:
     graph = nnx.graphdef(model())
-    objective = Objective(score_layer=2, aux_weight=1.0, temperature=0.5, remat="full")
+    objective = Objective(score_layer=2, aux_weight=1.0, temperature=0.5, remat="full", attention_backend=backend)
 
     def loss(params: nnx.State) -> tuple:
         return ranking_loss(nnx.merge(graph, params), batch, objective)
@@ -137,7 +137,9 @@ def loss_and_gradients(params: nnx.State, batch: TrainingBatch) -> tuple:
 
 @cache
 def of_one_device() -> tuple:
-    return jax.jit(loss_and_gradients, compiler_options=HASTE)(nnx.state(model()), training_batch(1))
+    """By the oracle: float32 rounding of two structured computations may add up to more than the tolerance."""
+    oracle = partial(loss_and_gradients, backend="reference")
+    return jax.jit(oracle, compiler_options=HASTE)(nnx.state(model()), training_batch(1))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
