@@ -18,8 +18,8 @@ from blockrank.layout import Packing
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.probe import check_language, check_ranking
 from blockrank.sources import make_ranker, open_source
-from blockrank.training.initial import check_vocabulary
 from blockrank.types import CandidateList, Document, ListScores, Query, Ranker, has_text
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Reranker:
         `dtype` is the type of weights and activations, `float32` or `bfloat16`; scores are float32 either way.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.
+        Warns of weights that do not read plain English by their tokenizer, and of a training run that does not rank.
         Raises `UserError` for anything that does not exist or does not fit.
         """
         if ranker != "attention":
@@ -113,7 +114,6 @@ class Reranker:
             "long_documents": long_documents,
         }
         source = open_source(path_or_name, dtype=jnp.dtype(dtype))
-        check_vocabulary(source.model.config, source.tokenizer)
         loaded = make_ranker(
             source,
             template=None if prompt is None else PromptTemplate.from_yaml(prompt),
@@ -122,6 +122,10 @@ class Reranker:
             limits={key: value for key, value in limits.items() if value is not None},
             mesh=open_mesh(mesh),
         )
+        if source.settings is None:
+            check_language(source.model, source.tokenizer)
+        else:
+            check_ranking(loaded)
         return cls(loaded)
 
     def rank(

@@ -181,7 +181,7 @@ def test_batch_size_and_batch_mates_do_not_matter() -> None:
 def test_batches_hold_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     plain = attention._pad_batch
-    monkeypatch.setattr(attention, "_pad_batch", lambda x: sizes.append(plain(x).tokens.size) or plain(x))
+    monkeypatch.setattr(attention, "_pad_batch", lambda *x: sizes.append(plain(*x).tokens.size) or plain(*x))
     lists = [listed(*passages(n, seed=n)) for n in (3, 3, 3, 3, 3, 9, 1)]
     limit = (
         6 * AttentionRanker(decoder(), encoder(), SETTINGS).settings.lay_out([encoder().encode(lists[0])]).shape.tokens
@@ -254,8 +254,11 @@ def test_the_default_score_layer_is_at_five_eighths() -> None:
         ({"visibility": "all"}, "visibility='all' is unknown: choose one of blockrank, dense"),
         ({"packing": "loose"}, "packing='loose' is unknown: choose packed or chunked"),
         ({"signal_aggregation": "max"}, "signal_aggregation='max' is unknown: choose sum or mean"),
-        ({"row_length": 0}, "row_length=0 must be positive"),
-        ({"batch_tokens": -1}, "batch_tokens=-1 must be positive"),
+        ({"row_length": 0}, "row_length=0 must be a whole number from 1 on"),
+        ({"row_length": "64"}, "row_length='64' must be a whole number from 1 on"),
+        ({"score_layer": 2.0}, "score_layer=2.0 must be a whole number from 0 on"),
+        ({"score_layer": True}, "score_layer=True must be a whole number from 0 on"),
+        ({"batch_tokens": -1}, "batch_tokens=-1 must be a whole number from 1 on"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
@@ -375,7 +378,9 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(UserError, match=r"document 1 has \d+ tokens, more than a row of 128: raise row_length"):
+    with pytest.raises(
+        UserError, match=r"query '.*': document '.*' has \d+ tokens, more than a row holds: raise row_length=128"
+    ):
         ranker(SETTINGS, document_tokens=None).score([listed("short", " ".join(WORDS * 40))])
 
 

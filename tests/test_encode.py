@@ -185,6 +185,8 @@ def test_chat_needs_a_chat_template() -> None:
         PromptEncoder(PromptTemplate.from_yaml("release"), load_tokenizer(mistral_path()))
     for broken, message in (
         ("{{ oops", "does not render"),
+        ("{{ 1 / 0 }}", "does not render"),
+        ("{{ messages + 1 }}", "does not render"),
         ("{{ messages[0]['content'] }}", "each speaker's words once"),
     ):
         chat = SentencePieceTokenizer(mistral_path().read_bytes(), TokenizerConfig(chat_template=broken))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -293,3 +294,16 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, mistral: Tokenizer) -> N
         mistral.special_id("<nope>")
     with pytest.raises(UserError, match="eos_token '</x>' is not in the vocabulary"):
         JsonTokenizer(llama_style_json(), TokenizerConfig(eos_token="</x>"))
+
+
+@pytest.mark.parametrize("value", [1, ["<s>"], {"content": 3}])
+def test_special_tokens_that_are_no_text_are_named(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": value}))
+    with pytest.raises(UserError, match=r"bos_token=.* is not a token's text"):
+        TokenizerConfig.read(tmp_path)
+
+
+def test_a_chat_template_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: not UTF-8"):
+        TokenizerConfig.read(tmp_path)

@@ -190,8 +190,8 @@ def _drop_missing(run: Run, collection: Collection, policy: Literal["error", "dr
     sample = sample_ids(missing, 5)
     if policy == "error":
         raise UserError(
-            f"{len(missing)} documents of the run are not in {collection.name}: {sample}; use the run's own corpus, or "
-            "set missing_documents=drop"
+            f"{len(missing)} documents of the run are not in {collection.name}: {sample}; use the run's own corpus "
+            '(Python\'s candidate_lists leaves them out with missing_documents="drop")'
         )
     absent = set(missing)
     dropped = 0

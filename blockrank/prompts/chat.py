@@ -45,7 +45,7 @@ def chat_frame(tokenizer: Tokenizer) -> ChatFrame:
         text = environment.from_string(tokenizer.chat_template).render(
             messages=messages, add_generation_prompt=False, **names
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"the tokenizer's chat template does not render: {error}") from error
     if text.count(_USER) != 1 or text.count(_ASSISTANT) != 1 or text.index(_USER) > text.index(_ASSISTANT):
         raise UserError("the tokenizer's chat template does not show each speaker's words once; set chat=false")

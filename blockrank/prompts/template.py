@@ -89,6 +89,10 @@ class PromptTemplate:
     @classmethod
     def from_yaml(cls, name_or_path: str | Path) -> PromptTemplate:
         """Read a template that comes with the package (`paper`, `release`, …) or a YAML file. Raises UserError."""
+        if not isinstance(name_or_path, str | Path):
+            raise UserError(
+                f"prompt={name_or_path!r:.80} is neither the name of a template nor the path of a YAML file"
+            )
         path = Path(name_or_path)
         if path.suffix not in (".yaml", ".yml"):
             path = prompt_folder() / f"{name_or_path}.yaml"

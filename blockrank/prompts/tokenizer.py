@@ -65,6 +65,9 @@ class Tokenizer(Protocol):
         ...
 
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """The parts of a tokenizer that its vocabulary file does not say."""
@@ -80,11 +83,16 @@ class TokenizerConfig:
         """From `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`, as far as they exist."""
         values = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / CONFIG_FILE)}
         config = cls(
-            **{name: _token(values.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+            **{name: _token(values.get(name), f"{folder}: {name}") for name in SPECIAL_TOKENS},
             chat_template=_chat_template(values.get("chat_template")),
         )
         jinja = folder / "chat_template.jinja"
-        return replace(config, chat_template=jinja.read_text("utf-8")) if jinja.is_file() else config
+        if not jinja.is_file():
+            return config
+        try:
+            return replace(config, chat_template=jinja.read_text("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{jinja}: not UTF-8 ({error})") from error
 
     def write(self, folder: Path, tokenizer_class: str, **extra: Any) -> None:
         values = {"tokenizer_class": tokenizer_class, **asdict(self), **extra}
@@ -231,8 +239,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _token(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+def _token(value: Any, where: str) -> str | None:
+    token = value.get("content") if isinstance(value, dict) else value
+    if token is not None and not isinstance(token, str):
+        raise UserError(f"{where}={token!r:.80} is not a token's text")
+    return token
 
 
 def _chat_template(value: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from blockrank.errors import UserError
-from blockrank.prompts.tokenizer import BaseTokenizer, TokenizerConfig
+from blockrank.prompts.tokenizer import SPECIAL_TOKENS, BaseTokenizer, TokenizerConfig
 
 
 class JsonTokenizer(BaseTokenizer):
@@ -19,15 +19,15 @@ class JsonTokenizer(BaseTokenizer):
         self._definition = definition
         core = json.loads(json.dumps(definition))
         core["truncation"] = core["padding"] = core["post_processor"] = None
-        self.prefix_space = _remove_prefix_space(core)
         try:
+            self.prefix_space = _remove_prefix_space(core)
             self._tokenizer = RustTokenizer.from_str(json.dumps(core))
         except Exception as error:  # the Rust side raises bare Exception
             raise UserError(f"{source}: not a tokenizer definition ({error})") from error
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         specials = {token.content: index for index, token in added.items() if token.special}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for name in SPECIAL_TOKENS:
             token = getattr(config, name)
             index = None if token is None else self._tokenizer.token_to_id(token)
             if token is not None and index is None:

@@ -59,9 +59,12 @@ class AttentionSettings:
         for name, known in (("signal_aggregation", Aggregation), ("packing", Packing)):
             if getattr(self, name) not in get_args(known):
                 raise UserError(f"{name}={getattr(self, name)!r} is unknown: choose {' or '.join(get_args(known))}")
-        for name in ("row_length", "suffix_offset", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be positive")
+        for name, least in (("row_length", 1), ("suffix_offset", 1), ("batch_tokens", 1), ("score_layer", 0)):
+            value = getattr(self, name)
+            if name == "score_layer" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise UserError(f"{name}={value!r} must be a whole number from {least} on")
 
     def layer_of(self, config: DecoderConfig) -> int:
         """The score layer for a model of this depth; `UserError` if it has no such layer."""
@@ -242,6 +245,7 @@ class AttentionRanker:
             segments = self.encoder.encode(candidates) if candidates.documents else None
             if segments is None or not segments.documents:
                 continue
+            self._check_rows(candidates, segments)
             own = self.lay_out([segments]).shape
             joint = own if shape is None else shape.union(own)
             if batch and round_up_geometric(len(batch) + 1) * joint.tokens > self.settings.batch_tokens:
@@ -251,6 +255,17 @@ class AttentionRanker:
             shape = joint
         if batch:
             yield batch
+
+    def _check_rows(self, candidates: CandidateList, segments: PromptSegments) -> None:
+        lengths = [len(tokens) for tokens in segments.documents]
+        longest = int(np.argmax(lengths))
+        if lengths[longest] > self.settings.row_length:
+            document = candidates.documents[segments.document_index[longest]]
+            raise UserError(
+                f"query {candidates.query.id!r}: document {document.id!r} has {lengths[longest]} tokens, more than a "
+                f"row holds: raise row_length={self.settings.row_length}, or lower "
+                f"document_tokens={self.encoder.limits.document_tokens}"
+            )
 
     def _result(self, candidates: CandidateList, segments: PromptSegments, mass: np.ndarray, tokens: int) -> ListScores:
         found = mass[: len(segments.documents)]
