@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import sys
 import types
@@ -23,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from blockrank.errors import FieldError, UserError
 
 T = TypeVar("T")
+_ABSENT = object()
 
 
 def config_dir() -> Path:
@@ -163,6 +165,34 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Where two JSON-able mappings differ, leaf by leaf: `ranker.row_length: 192 -> 256; seed: 0 -> 1`."""
+    leaves = _differing(old, new, "")
+    return "; ".join(f"{key}: {_excerpt(one, other)} -> {_excerpt(other, one)}" for key, one, other in leaves)
+
+
+def _differing(old: Any, new: Any, key: str) -> Iterator[tuple[str, str, str]]:
+    """(key, old, new) of each leaf that differs, values as JSON."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differing(old.get(name, _ABSENT), new.get(name, _ABSENT), _join(key, name))
+    elif old is _ABSENT or new is _ABSENT or old != new:
+        yield key, _shown(old), _shown(new)
+
+
+def _shown(value: Any) -> str:
+    return "(absent)" if value is _ABSENT else json.dumps(value, default=str)
+
+
+def _excerpt(text: str, other: str, limit: int = 80) -> str:
+    """`text`, or of a long one what begins shortly before it departs from `other`."""
+    if len(text) <= limit:
+        return text
+    common = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, common - limit // 4)
+    return ("..." if start else "") + text[start : start + limit] + ("..." if start + limit < len(text) else "")
 
 
 def _dataclass(cls: type[T], value: Any, key: str) -> T:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from blockrank.aot import AotConfig
 from blockrank.benchmark.settings import BenchConfig
-from blockrank.config import build, check_overrides, compose, config_dir, to_plain
+from blockrank.config import build, check_overrides, compose, config_dir, differences, to_plain
 from blockrank.errors import UserError
 from blockrank.eval import EvalConfig
 from blockrank.models.config import DecoderConfig
@@ -52,6 +52,16 @@ def in_groups() -> list[tuple[str, str]]:
 
 def train_config(*overrides: str) -> TrainConfig:
     return build(TrainConfig, compose("train", overrides))
+
+
+def test_differences_name_the_leaves():
+    old = {"ranker": {"row_length": 192, "packing": "packed"}, "model": {"windows": None}, "names": ["same"] * 30}
+    new = {"ranker": {"row_length": 256, "packing": "packed"}, "model": {}, "names": [*["same"] * 29, "other"]}
+    shown = differences(old, new).split("; ")
+    assert shown[0] == "model.windows: null -> (absent)"
+    assert re.fullmatch(r'names: \.\.\..*"same"\] -> \.\.\..*"other"\]', shown[1])
+    assert shown[2:] == ["ranker.row_length: 192 -> 256"]
+    assert differences(old, old) == ""
 
 
 def test_every_command_has_a_schema():

@@ -143,9 +143,9 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
     lists = lists_of(3)
     Evaluator(FunctionRanker(by_length), lists, tmp_path, config={"checkpoint": "a", "dtype": "f32"}).run()
     changed = {"checkpoint": "b", "dtype": "f32"}
-    with pytest.raises(UserError, match=r"\(changed: checkpoint\).*another output folder.*overwrite=true"):
+    with pytest.raises(UserError, match=r"\(changed: checkpoint: .* -> .*\).*another output folder.*overwrite=true"):
         Evaluator(FunctionRanker(by_length), lists, tmp_path, config=changed).run()
-    with pytest.raises(UserError, match=r"changed: depth, ranker\.name"):
+    with pytest.raises(UserError, match=r"changed: depth: .* -> .*; ranker\.name: "):
         Evaluator(
             FunctionRanker(by_length, "b"), lists, tmp_path, identity={"checkpoint": "a", "dtype": "f32"}, depth=2
         ).run()

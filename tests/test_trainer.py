@@ -249,9 +249,11 @@ def test_a_finished_run_does_not_train_again(tmp_path):
 
 
 def test_another_configuration_is_refused(tmp_path):
-    trainer(tmp_path, total_steps=2).run()
-    with pytest.raises(UserError, match=r"another configuration|of another configuration.*seed: 0 -> 1"):
-        trainer(tmp_path, total_steps=4, record=RunRecord({"seed": 1})).run()
+    ranker = {"a": "x" * 100, "row_length": 192}
+    trainer(tmp_path, total_steps=2, record=RunRecord({"seed": 0, "ranker": ranker})).run()
+    other = RunRecord({"seed": 1, "ranker": {**ranker, "row_length": 256}})
+    with pytest.raises(UserError, match=r"another configuration \(ranker\.row_length: 192 -> 256; seed: 0 -> 1\):"):
+        trainer(tmp_path, total_steps=4, record=other).run()
     with pytest.raises(UserError, match="holds a run already"):
         trainer(tmp_path, total_steps=4, settings=TrainerSettings(resume=False)).run()
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from blockrank.config import differences
 from blockrank.errors import UserError
 from blockrank.types import CandidateList
 
@@ -118,10 +119,9 @@ class ScoreJournal:
         if not known:
             raise UserError(f"{self.path}:1: not a scores journal of this version; choose another folder")
         if header["fingerprint"] != fingerprint(identity):
-            old, new = header.get("identity", {}), _plain(identity)
-            changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+            changed = differences(header.get("identity", {}), _plain(identity))
             raise UserError(
-                f"{self.path}: the scores here were made with another configuration (changed: {', '.join(changed)}); "
+                f"{self.path}: the scores here were made with another configuration (changed: {changed}); "
                 "choose another output folder, or set overwrite=true to start anew"
             )
 

@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 
 from blockrank.chips import chip_of
+from blockrank.config import differences
 from blockrank.errors import UserError, at_least, between
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
@@ -186,11 +187,11 @@ class Trainer:
             raise UserError(f"{self.folder} holds a run already (step {latest}): choose another output_dir, or resume")
         saved = self._checkpoints.restore_json("meta", latest).get("identity", {})
         wanted = json.loads(json.dumps(self.record.identity))
-        changed = [k for k in sorted(saved.keys() | wanted.keys()) if saved.get(k) != wanted.get(k)]
-        if changed:
-            shown = "; ".join(f"{k}: {_short(saved.get(k))} -> {_short(wanted.get(k))}" for k in changed)
+        saved, wanted = ({k: v for k, v in each.items() if v is not None} for each in (saved, wanted))
+        if saved != wanted:
             raise UserError(
-                f"{self.folder} holds a run with another configuration ({shown}): choose another output_dir"
+                f"{self.folder} holds a run with another configuration ({differences(saved, wanted)}): "
+                "choose another output_dir"
             )
         like = jax.eval_shape(lambda: self._state)
         like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s.sharding), like, self._state)
@@ -317,11 +318,6 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _peak_flops() -> float | None:
