@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from dataclasses import replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from blockrank.errors import UserError
 from blockrank.models.gguf import EMBEDDED_PACKAGE, embedded_model_path
+from blockrank.prompts import chat as chat_module
 from blockrank.prompts.encode import PromptEncoder, PromptLimits, PromptSegments
 from blockrank.prompts.template import PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -349,6 +351,22 @@ def test_fingerprint_follows_template_tokenizer_and_limits() -> None:
     }
     assert len(prints) == 4
     assert encoder().fingerprint == encoder().fingerprint
+
+
+def test_a_dated_chat_template_is_another_prompt_on_another_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = MISTRAL_CHAT.replace("[INST]", "[INST] {{ strftime_now('%d %b %Y') }}")
+    coders = []
+    for day in (1, 1, 2):
+        monkeypatch.setattr(
+            chat_module, "datetime", type("Day", (datetime,), {"now": lambda day=day: datetime(2026, 1, day)})
+        )
+        words = SentencePieceTokenizer(mistral_path().read_bytes(), TokenizerConfig(chat_template=dated))
+        coders.append(PromptEncoder(PromptTemplate.from_yaml("release"), words))
+    first, again, later = coders
+    assert first.fingerprint == again.fingerprint != later.fingerprint
+    assert same(first.encode(listed("Rome")), again.encode(listed("Rome")))
+    assert not same(first.encode(listed("Rome")), later.encode(listed("Rome")))
+    assert "01 Jan 2026" in first.tokenizer.decode(first.encode(listed("Rome")).prefix.tolist())
 
 
 def test_a_template_and_tokenizer_from_a_checkpoint_folder_give_the_same_ids(tmp_path: Path) -> None:

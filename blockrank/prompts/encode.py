@@ -101,8 +101,14 @@ class PromptEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of template, tokenizer and limits: equal fingerprints give equal ids."""
-        parts = (self.template.fingerprint, self.tokenizer.fingerprint, repr(self.limits))
+        """sha256 of template, tokenizer, limits and rendered chat text: equal fingerprints give equal ids.
+
+        The tokenizer's chat template is rendered once, when the encoder is made; one that writes the date thus gives an
+        encoder one date, and another day another fingerprint.
+        """
+        parts = [self.template.fingerprint, self.tokenizer.fingerprint, repr(self.limits)]
+        if self._frame is not None:
+            parts.append(repr(self._frame))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def encode(self, candidates: CandidateList, answer: Sequence[int] | None = None) -> PromptSegments:
