@@ -105,6 +105,9 @@ def test_other_bad_input_is_told():
         reranker.rank_batch(["q", "r"], [["a"]])
     with pytest.raises(UserError, match="no such"):
         Reranker.from_pretrained("/nowhere/at/all")
+    for empty in ("", " "):
+        with pytest.raises(UserError, match="path or name is empty"):
+            Reranker.from_pretrained(empty)
     with pytest.raises(UserError, match="dtype"):
         Reranker.from_pretrained("smollm2", dtype="float8")
 

@@ -28,6 +28,8 @@ def model_path(path_or_name: str) -> Path:
 
     Raises `UserError` when there is none of these.
     """
+    if not path_or_name.strip():
+        raise UserError(f"the model's path or name is empty: give a folder, GGUF file, training run or `{EMBEDDED}`")
     if path_or_name == EMBEDDED:
         return gguf.embedded_model_path()
     path = Path(path_or_name).expanduser().absolute()
