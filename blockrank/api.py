@@ -91,7 +91,9 @@ class Reranker:
     ) -> Reranker:
         """A re-ranker from a training run, a Hugging Face folder, a GGUF file, or the embedded model `smollm2`.
 
-        What is not given comes from the training run where there is one, else from the preset (`paper` unless given).
+        What is not given comes from the training run where there is one, else from the `paper` preset. `preset`, where
+        given, goes before the run in how a score is read (`suffix_offset`, `signal_aggregation`), and after single
+        arguments; the prompt stays the run's unless `prompt` is given, and is the preset's where there is no run.
         `dtype` is the type of weights and activations, `float32` or `bfloat16`; scores are float32 either way.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.

@@ -65,8 +65,9 @@ def make_ranker(
 ) -> AttentionRanker:
     """An attention ranker over a source, on the devices of `mesh` or on one.
 
-    A field of `settings` or `limits` that is not given comes from `preset` if one is named, else from the source, else
-    from the `paper` preset; so does the template. Raises `UserError` for a tokenizer with ids the model does not embed.
+    A readout setting comes from `settings`, else from `preset` if one is named, else from the source, else from the
+    `paper` preset. A preset names no limits: these come from `limits`, else the source. The template is `template`,
+    else the source's, else the preset's. Raises `UserError` for a tokenizer with ids the model does not embed.
     """
     check_vocabulary(source.model.config, source.tokenizer)
     if preset is not None and preset not in PRESETS:

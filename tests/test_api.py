@@ -191,7 +191,7 @@ def test_a_long_document_is_cut_and_flagged(attention_reranker):
     assert results.truncated == 1
 
 
-def test_settings_come_from_the_source_then_the_preset_then_the_call(attention_reranker):
+def test_settings_come_from_the_call_then_the_preset_then_the_source(attention_reranker):
     ranker = attention_reranker.ranker
     trained = Source(
         random_decoder(ranker.model.config.truncated(1), 0),
@@ -210,6 +210,7 @@ def test_settings_come_from_the_source_then_the_preset_then_the_call(attention_r
     assert (changed.settings.suffix_offset, changed.settings.signal_aggregation) == (16384, "mean")
     assert (changed.settings.row_length, changed.encoder.limits.document_tokens) == (128, 33)
     assert changed.encoder.limits.query_tokens == 9
+    assert changed.encoder.template == trained.template
     with pytest.raises(UserError, match="preset"):
         make_ranker(trained, preset="papper")
 
