@@ -37,6 +37,14 @@ def between(settings: Any, least: float, most: float, *fields: str) -> None:
     _check(settings, fields, f"must be between {least} and {most}", lambda value: least <= value <= most)
 
 
+def not_empty(settings: Any, *fields: str) -> None:
+    """Raises `FieldError` for a field of `settings` that is an empty sequence. None passes."""
+    for field in fields:
+        value = getattr(settings, field)
+        if value is not None and not len(value):
+            raise FieldError(field, "[] is empty: name at least one")
+
+
 def _check(settings: Any, fields: tuple[str, ...], rule: str, holds: Callable[[float], bool]) -> None:
     for field in fields:
         value = getattr(settings, field)

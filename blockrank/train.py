@@ -157,8 +157,6 @@ def check_measures(config: TrainConfig) -> None:
             found[section] = [str(parse_measure(name)) for name in settings.measures] if settings else []
         except UserError as error:
             raise UserError(f"config key {section}.measures: {error}") from error
-        if settings and not settings.measures:
-            raise UserError(f"config key {section}.measures: name at least one measure")
     every, best = config.trainer.validate_every, config.checkpoints.best_metric
     if every and config.validation is None:
         raise UserError(f"config key trainer.validate_every: {every}, but there is no validation to run: set its lists")

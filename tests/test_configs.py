@@ -288,7 +288,7 @@ def test_a_number_out_of_range_of_another_command_names_its_key(command, overrid
         ({"validation.measures": ["P@1"]}, r"checkpoints\.best_metric: .*give: validation/p_at_1$"),
         ({"validation.measures": ["nDGC@10"]}, r"validation\.measures: unknown measure 'nDGC@10'"),
         ({"test.measures": ["P@one"]}, r"test\.measures: unknown measure"),
-        ({"test.measures": []}, r"test\.measures: name at least one"),
+        ({"test.measures": []}, r"^config key test\.measures: \[\] is empty: name at least one$"),
         ({"validation": None}, r"trainer\.validate_every: 75, but there is no validation"),
     ],
 )

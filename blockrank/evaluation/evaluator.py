@@ -92,6 +92,8 @@ class Evaluator:
             raise UserError(f"depth={depth}: at least one candidate, or null for all")
         if tail not in ("drop", "keep"):
             raise UserError(f"tail={tail!r}: 'drop' or 'keep' the candidates below depth")
+        if not measures:
+            raise UserError("measures is empty: name at least one measure, such as nDCG@10")
         self.ranker, self.lists, self.batch_size = ranker, lists, batch_size
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.qrels, self.depth, self.ignore_self = qrels, depth, ignore_self

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from blockrank.config import to_plain
 from blockrank.data.collection import CollectionConfig
 from blockrank.data.sampling import SamplingConfig
-from blockrank.errors import FieldError, above, at_least, between
+from blockrank.errors import FieldError, above, at_least, between, not_empty
 from blockrank.losses import Objective
 from blockrank.models.stack import Remat
 from blockrank.parallel import MeshConfig
@@ -55,6 +55,7 @@ class HeldOutConfig(ListsConfig):
     def __post_init__(self) -> None:
         ListsConfig.__post_init__(self)
         at_least(self, 1, "batch_size")
+        not_empty(self, "measures")
 
     def identity(self) -> dict[str, Any]:
         """What decides which lists are scored; how they are measured may change."""
