@@ -21,8 +21,8 @@ from rich.console import Console
 
 from blockrank.config import entry, to_plain
 from blockrank.data.collection import Collection, CollectionConfig
-from blockrank.errors import UserError, at_least, between
-from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
+from blockrank.errors import FieldError, UserError, at_least, between, not_empty
+from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut, check_row
 from blockrank.evaluation.metrics import official_measures
 from blockrank.models.loading import weights_fingerprint
 from blockrank.parallel import MeshConfig, open_mesh
@@ -53,8 +53,9 @@ class TrainingSections:
 class EvalConfig(TrainingSections):
     """`configs/eval.yaml`.
 
-    `checkpoint` goes before `model`. A key about lists that is null takes the value of the experiment's `test`, else a
-    default.
+    `checkpoint` goes before `model`. Readout settings come from `ranker`, else `preset`, else the checkpoint, else the
+    `paper` preset. `name`: of the row and its folder, not the first stage's. A key about lists that is null takes the
+    value of the experiment's `test`, else a default.
     """
 
     output_dir: Path
@@ -85,6 +86,12 @@ class EvalConfig(TrainingSections):
     def __post_init__(self) -> None:
         between(self, 0, 2**32 - 1, "seed")
         at_least(self, 1, "depth", "max_queries", "batch_size")
+        not_empty(self, "measures")
+        if self.name is not None:
+            try:
+                check_row(self.name)
+            except UserError as error:
+                raise FieldError("name", str(error)) from error
 
     def held_out(self, collection: Collection) -> HeldOutConfig:
         """The lists to measure on."""

@@ -10,11 +10,15 @@ import pytest
 from rich.console import Console
 
 from blockrank import eval as evaluation
-from blockrank.config import build, compose
+from blockrank.config import build, compose, to_plain
 from blockrank.data.collection import BeirConfig
+from blockrank.data.files import hash64
 from blockrank.errors import UserError
 from blockrank.eval import EvalConfig, evaluate_ranker
+from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.held_out import HeldOut
+from blockrank.rankers.first_stage import FirstStageRanker
+from blockrank.retrieval.lists import open_lists, select_judged, select_queries
 from blockrank.training.recipe import HeldOutConfig
 
 
@@ -61,6 +65,51 @@ def test_the_first_stage_row_is_exact_and_missing_queries_count_zero(collection:
     assert results["metrics"]["counts"]["missing"] == 1
     run = held_out.runs["attention"].read_text().split("\n")
     assert sum(line.startswith("q1 ") for line in run) == 3
+
+
+@pytest.mark.parametrize("max_queries", [2, 3, 100])
+def test_judged_queries_without_a_list_count_zero_under_max_queries(collection: Path, max_queries: int):
+    """The run has q1 only; its first document is relevant."""
+    run = collection / "run.trec"
+    run.write_text("".join(line + "\n" for line in run.read_text().splitlines() if line.startswith("q1 ")))
+    settings = HeldOutConfig("test", str(run), measures=("P@1",), max_queries=max_queries)
+    lists, qrels = open_lists(opened := BeirConfig(collection).open(), settings), opened.qrels("test")
+    chosen = sorted(qrels, key=hash64)[:max_queries]
+    assert "q1" in chosen
+    taken, judged = select_judged(lists, qrels, max_queries)
+    assert ([one.query.id for one in taken], sorted(judged)) == (["q1"], sorted(chosen))
+    result = HeldOut(opened, settings, collection / "out", seed=0).measure_first_stage({})
+    assert result is not None
+    assert result.means["P@1"] == pytest.approx(1 / len(chosen))
+    assert result.report is not None
+    assert result.report.values("P@1").keys() == set(chosen)
+
+
+def test_the_chosen_queries_are_those_chosen_among_the_lists(collection: Path):
+    """Where every judged query has a list."""
+    settings = HeldOutConfig("test", str(collection / "run.trec"))
+    lists = open_lists(BeirConfig(collection).open(), settings)
+    qrels = {"q2": {"d2": 1}, "q1": {"d1": 1}}
+    for size in (None, 1, 2, 3):
+        taken, judged = select_judged(lists, qrels, size)
+        assert taken.queries == select_queries(lists, size).queries
+        assert judged.keys() == {query.id for query in taken.queries}
+
+
+@pytest.mark.parametrize(
+    "name", ["first_stage", "first stage", "First_Stage", "", " ", "..", "a/b", "/tmp/x", "a\\b", "c:x", "table.md"]
+)
+def test_names_that_are_no_rows_are_refused(name: str):
+    config = {**compose("eval", ["model=tiny"]), "name": name}
+    with pytest.raises(UserError, match="config key name: "):
+        build(EvalConfig, {key: to_plain(value) for key, value in config.items() if key != "hydra"})
+
+
+def test_no_measures_are_an_error_that_names_the_key(collection: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"config key measures: \[\] is empty: name at least one"):
+        evaluate(collection, tmp_path / "out", "measures=[]")
+    with pytest.raises(UserError, match="measures is empty"):
+        Evaluator(FirstStageRanker(), [], measures=[])
 
 
 def test_a_killed_evaluation_continues(collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

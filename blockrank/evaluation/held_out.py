@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from blockrank.data.collection import Collection
+from blockrank.errors import UserError
 from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.files import write_text
 from blockrank.evaluation.metrics import MetricsReport
 from blockrank.evaluation.records import EvaluationResult
 from blockrank.evaluation.tables import Table, metrics_table
 from blockrank.rankers.first_stage import FirstStageRanker
-from blockrank.retrieval.lists import open_lists, select_queries
+from blockrank.retrieval.lists import open_lists, select_judged
 from blockrank.training.recipe import HeldOutConfig
 from blockrank.types import Ranker
 
@@ -23,17 +24,50 @@ log = logging.getLogger(__name__)
 FIRST_STAGE = "first stage"
 """The row of the first stage's own order."""
 
+_TABLE = "table.md"
+
+
+def row_folder(row: str) -> str:
+    """The folder of a row, one level below the evaluation's.
+
+    Raises `UserError` for a name that is no folder's, or whose folder would lie elsewhere or on the table of all rows.
+    """
+    folder = row.replace(" ", "_")
+    if (
+        not row.strip()
+        or folder.casefold() in (".", "..", _TABLE)
+        or not row.isprintable()
+        or any(c in row for c in "/\\:")
+    ):
+        raise UserError(
+            f"{row!r} cannot name a row and its folder: give a plain name without slash, backslash, colon and control "
+            f"characters, other than '.', '..' and {_TABLE!r}"
+        )
+    return folder
+
+
+def check_row(row: str) -> None:
+    """Raises `UserError` for a ranker's name that is no row's or, in any case of letters, the first stage's."""
+    if row_folder(row).casefold() == row_folder(FIRST_STAGE):
+        raise UserError(f"{row!r} is the name of the first stage's own row: choose another")
+
 
 class HeldOut:
-    """Rankers measured against a split's whole qrels, each in a folder of its own below `folder`; resumable."""
+    """Rankers measured against a split's qrels, each in a folder of its own below `folder`; resumable.
+
+    `max_queries` takes a fixed subset of the judged queries. A judged query without a list counts as `missing` says.
+    """
 
     def __init__(self, collection: Collection, config: HeldOutConfig, folder: Path, seed: int):
         self.config, self.folder, self._seed = config, folder, seed
         self._collection = collection
-        self.lists = select_queries(open_lists(collection, config), config.max_queries)
-        kept = {candidates.query.id for candidates in self.lists} if config.max_queries else None
-        qrels = collection.qrels(config.split)
-        self._qrels = {query: grades for query, grades in qrels.items() if kept is None or query in kept}
+        lists, qrels = open_lists(collection, config), collection.qrels(config.split)
+        self.lists, self._qrels = select_judged(lists, qrels, config.max_queries)
+        if not self.lists:
+            raise UserError(
+                f"max_queries={config.max_queries}: none of the queries chosen from the {config.split} split has a "
+                "candidate list: choose more queries, or candidates for all of them"
+            )
         self._reports: dict[str, MetricsReport] = {}
         self.runs: dict[str, Path] = {}
 
@@ -45,7 +79,7 @@ class HeldOut:
         result = Evaluator(
             ranker,
             self.lists,
-            self.folder / row.replace(" ", "_"),
+            self.folder / row_folder(row),
             config.batch_size,
             qrels=self._qrels,
             measures=config.measures,
