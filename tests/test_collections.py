@@ -82,6 +82,12 @@ def test_beir_folder(tmp_path: Path) -> None:
         collection.queries("dev")
 
 
+def test_a_collection_open_at_exit_says_nothing(tmp_path: Path) -> None:
+    code = "import os, sys; from blockrank.data.beir import BeirCollection as B; os.kept = B(sys.argv[1]).documents"
+    arguments = [sys.executable, "-W", "error", "-c", code, str(beir_folder(tmp_path / "set"))]
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stderr == ""
+
+
 def test_a_beir_folder_without_judgements_is_one_unjudged_split(tmp_path: Path) -> None:
     folder = beir_folder(tmp_path / "set")
     for path in (folder / "qrels").iterdir():

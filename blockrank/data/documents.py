@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -92,10 +93,7 @@ class JsonlDocuments(Documents):
             raise UserError(f"{self.path}: documents are read by offset, unpack the file first (gunzip)")
         self._hashes, self._offsets = _open_index(self.path)
         self._file = os.open(self.path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
+        weakref.finalize(self, os.close, self._file).atexit = False
 
     def __reduce__(self) -> tuple[type[JsonlDocuments], tuple[Path]]:
         return JsonlDocuments, (self.path,)
