@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import pickle
@@ -80,6 +81,16 @@ def test_beir_folder(tmp_path: Path) -> None:
     assert not collection.ignore_self
     with pytest.raises(UserError, match="no split 'dev'; it has test, train"):
         collection.queries("dev")
+
+
+def test_judgements_of_a_beir_folder_may_be_packed(tmp_path: Path) -> None:
+    folder = beir_folder(tmp_path / "set")
+    (folder / "qrels" / "dev.tsv.gz").write_bytes(gzip.compress(b"7\td1\t1\n"))
+    (folder / "qrels" / "test.tsv.gz").write_bytes(gzip.compress(b"7\td1\t1\n"))
+    collection = open_collection("beir", path=folder)
+    assert collection.splits == ("dev", "test", "train")
+    assert collection.qrels("dev") == {"7": {"d1": 1}}
+    assert collection.qrels("test") == {"q1": {"d1": 2}}
 
 
 def test_a_collection_open_at_exit_says_nothing(tmp_path: Path) -> None:
@@ -287,6 +298,15 @@ def test_icr_folder_and_graded_judgements(tmp_path: Path) -> None:
     assert collection.splits == ("test", "train")
     assert collection.qrels("test") == {"q1": {"paris": 3, "5": 1}}
     assert len(collection.documents) == 2
+
+
+def test_packed_icr_rows_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "lists" / "train.jsonl", ROWS)
+    packed = tmp_path / "lists" / "test.jsonl.gz"
+    packed.write_bytes(gzip.compress(b"{}"))
+    for path in (packed, packed.parent):
+        with pytest.raises(UserError, match=r"test\.jsonl\.gz: .*unpack the file first"):
+            open_collection("icr", path=path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from blockrank.types import Qrels, Query
 
 
 class BeirCollection:
-    """`corpus.jsonl`, `queries.jsonl` and `qrels/<split>.tsv` of a folder, which is only read.
+    """`corpus.jsonl`, `queries.jsonl` and `qrels/<split>.tsv` (or `.tsv.gz`) of a folder, which is only read.
 
     A folder without `qrels` has the one split `all`: every query, none judged.
     """
@@ -39,16 +39,21 @@ class BeirCollection:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        return self._splits
+        return tuple(sorted(self._judgements)) or ("all",)
 
     @cached_property
-    def _splits(self) -> tuple[str, ...]:
-        return tuple(sorted(p.stem for p in (self.path / "qrels").glob("*.tsv"))) or ("all",)
+    def _judgements(self) -> dict[str, Path]:
+        """The file of each split; the one that is not packed where there are both."""
+        folder = self.path / "qrels"
+        return {
+            p.name.removesuffix(".gz").removesuffix(".tsv"): p
+            for p in (*folder.glob("*.tsv.gz"), *folder.glob("*.tsv"))
+        }
 
     def qrels(self, split: str) -> Qrels:
         check_split(split, self.splits, self.name)
-        path = self.path / "qrels" / f"{split}.tsv"
-        return read_qrels(path) if path.exists() else {query: {} for query in self._all_queries}
+        path = self._judgements.get(split)
+        return read_qrels(path) if path else {query: {} for query in self._all_queries}
 
     def queries(self, split: str) -> dict[str, Query]:
         """The queries that `qrels(split)` names, in the order of `queries.jsonl`."""

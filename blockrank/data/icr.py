@@ -47,6 +47,8 @@ class JsonlRows:
         self._paths = tuple(existing_file(path) for path in paths)
         self._lines, self._offsets, self._files = array("Q"), array("Q"), array("L")
         for index, path in enumerate(self._paths):
+            if path.suffix == ".gz":
+                raise UserError(f"{path}: rows are read by offset, unpack the file first (gunzip)")
             offset = 0
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
@@ -262,9 +264,9 @@ def _documents(value: Any, where: str) -> Iterator[Document]:
 
 
 def open_icr(path: Path, split: str | None = None, qrels: Path | None = None) -> ListCollection:
-    """A file or glob of ICR JSONL as one split, or a folder of `<split>.jsonl`."""
+    """A file or glob of ICR JSONL as one split, or a folder of `<split>.jsonl`. Packed ones (`.gz`) are refused."""
     if path.is_dir():
-        files = {file.stem: [file] for file in sorted(path.glob("*.jsonl"))}
+        files = {file.stem: [file] for end in ("", ".gz") for file in sorted(path.glob(f"*.jsonl{end}"))}
         if not files:
             raise UserError(f"{path} has no .jsonl file")
         return ListCollection(path.name, {name: JsonlRows(paths) for name, paths in files.items()}, qrels)
