@@ -99,6 +99,12 @@ def test_a_collection_open_at_exit_says_nothing(tmp_path: Path) -> None:
     assert subprocess.run(arguments, capture_output=True, text=True, check=True).stderr == ""
 
 
+def test_a_text_may_hold_a_lone_surrogate(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"_id": "a", "text": "x\\ud800"}\n')
+    assert JsonlDocuments(path)["a"].text == "x\ud800"
+
+
 def test_a_beir_folder_without_judgements_is_one_unjudged_split(tmp_path: Path) -> None:
     folder = beir_folder(tmp_path / "set")
     for path in (folder / "qrels").iterdir():
@@ -143,6 +149,10 @@ def test_bom_crlf_blank_lines_and_a_last_line_without_end(tmp_path: Path) -> Non
         ('{"_id": null}', "an id must be a non-empty string or a number"),
         ('{"_id": true}', "an id must be a non-empty string or a number"),
         ('{"_id": "b", "text": ["x"]}', "text: expected a string"),
+        ('{"_id": "a\\u0000b"}', "holds NUL or a lone surrogate"),
+        ('{"_id": "\\ud800"}', "holds NUL or a lone surrogate"),
+        (f'{{"_id": {5000 * "1"}}}', "JSON that cannot be read"),
+        (100_000 * "[", "JSON that cannot be read"),
         ('{"_id": "a", "text": "again"}', "document id 'a' already occurs on line 1"),
     ],
 )
@@ -312,6 +322,8 @@ def test_packed_icr_rows_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "hint"),
     [
+        ({"query": "q", "query_id": "a\0", "documents": []}, "query_id: 'a\\x00' holds NUL"),
+        ({"query": "q", "documents": ["a"], "answer_ids": ["\0"]}, "answer_ids: '\\x00' holds NUL"),
         ({"documents": []}, 'no "query"'),
         ({"query": "q"}, 'no "documents"'),
         ({"query": "q", "documents": "text"}, "documents must be a list, got str"),
@@ -401,6 +413,14 @@ def test_ir_datasets_collection(tmp_path: Path) -> None:
     nested = open_collection("ir_datasets", id="own-corpus/dev")
     assert nested.splits == ("default",)
     assert nested.qrels("default") == collection.qrels("dev")
+
+
+@pytest.mark.parametrize(("line", "hint"), [("q1 0 d\0 1", "holds NUL"), ("q1 0 d1 2147483648", "grades go from")])
+def test_ir_datasets_judgements_that_trec_eval_cannot_read(tmp_path: Path, line: str, hint: str) -> None:
+    name = ir_dataset(tmp_path / "data", f"odd-{hint[:3]}")
+    (tmp_path / "data" / "qrels").write_text(line + "\n")
+    with pytest.raises(UserError, match=rf"^{name} \(dev\), judgement of 'q1', .*{hint}"):
+        open_collection("ir_datasets", id=name).qrels("dev")
 
 
 def test_an_unknown_ir_datasets_id_shows_known_ones() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import ir_measures
 import numpy as np
@@ -161,6 +162,28 @@ def test_grades_are_integers() -> None:
     assert evaluate({"q": {"a": 1.0}}, {"q": {"a": 1.0}}, ["P@1"])["P@1"] == 1.0
     with pytest.raises(UserError, match=r"query 'q', document 'a': grade 0\.5"):
         evaluate({"q": {"a": 1.0}}, {"q": {"a": 0.5}}, ["P@1"])
+
+
+@pytest.mark.parametrize("grade", [2**31, -(2**31), 1_000_001])
+def test_grades_beyond_what_trec_eval_counts(grade: int) -> None:
+    with pytest.raises(UserError, match="document 'd': grades go from -1000000 to 1000000"):
+        evaluate({"q": {"d": 1.0}}, {"q": {"d": grade}})
+    assert evaluate({"q": {"d": 1.0}}, {"q": {"d": 1_000_000}})["nDCG@10"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"])
+def test_ids_that_trec_eval_cannot_read(name: str) -> None:
+    for bad in ({name: {"d": 1}}, {"q": {name: 1}}):
+        for run, qrels in ((bad, {"q": {"d": 1}}), ({"q": {"d": 1}}, bad)):
+            with pytest.raises(UserError, match="NUL or a lone surrogate"):
+                evaluate(run, qrels)
+
+
+@pytest.mark.parametrize("wrong", [None, {"q": ["a", "b"]}, {"q": None}, [("q", "a")]])
+def test_runs_and_qrels_are_dicts_of_dicts(wrong: Any) -> None:
+    for run, qrels in ((wrong, {"q": {"d": 1}}), ({"q": {"d": 1}}, wrong)):
+        with pytest.raises(UserError, match=r"expected a dict by id, got (list|NoneType)"):
+            evaluate(run, qrels)
 
 
 def test_no_query_in_common_shows_ids_of_both_sides() -> None:

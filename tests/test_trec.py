@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockrank.data.trec import as_run, check_overlap, ranked, read_qrels, read_run, write_run
+from blockrank.data.trec import as_run, check_overlap, ranked, read_qrels, read_run, write_rankings, write_run
 from blockrank.errors import UserError
 
 TWO = {"q1": {"d1": 1}, "q2": {"d2": 0}}
@@ -26,6 +27,8 @@ SHAPES = {
     "BOM without header": "\ufeffq1\td1\t1\r\nq2\td2\t0\r\n",
     "blank lines": "\nq1 0 d1 1\n\nq2 0 d2 0\n\n  \n",
     "grades as decimals": "q1 0 d1 1.0\nq2 0 d2 0.0\n",
+    "tabs and a last blank": "q1\t0\td1\t1 \nq2\t0\td2\t0\n",
+    "blanks and tabs after 4 columns": "q1 0 d1 1\nq2 0\td2\t0\n",
     "a judgement twice": "q1 0 d1 1\nq1 0 d1 1\nq2 0 d2 0\n",
 }
 
@@ -62,6 +65,12 @@ def test_qrels_of_every_shape_are_the_same(tmp_path: Path, text: str) -> None:
         ("q1\t0\td1\t\u00a01\n", 1, "a grade must be an integer"),
         ("q1 0 d1 " + 5000 * "9" + "\n", 1, "a grade must be an integer"),
         ("q1 0 d1 1\nq1 0 d1 2\n", 2, "is judged 2, but 1 above"),
+        ("q1 0 d1 1\nq1 0 d2 2147483648\n", 2, "grades go from -1000000 to 1000000"),
+        ("q1 0 d1 -1000001\n", 1, "grades go from"),
+        ("q1 0 d\0 1\n", 1, "holds NUL"),
+        ("q1 0\td1\t1\n", 1, "3 columns by tabs but 4 by blanks"),
+        ("q0\td1\tx\nq1\td1\t1\n", 1, "a grade must be an integer, got 'x'"),
+        ("query\td1\tx\n", 1, "got 'x'"),
     ],
 )
 def test_a_bad_judgement_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, hint: str) -> None:
@@ -89,6 +98,38 @@ def test_an_absent_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
 def test_ids_stay_exact_strings(tmp_path: Path) -> None:
     text = "007\td 1\t1\n7\t\u00a0é#%\t2\n1.0\t日本\u2028x\t0\n"
     assert read_qrels(write(tmp_path, text)) == {"007": {"d 1": 1}, "7": {"\u00a0é#%": 2}, "1.0": {"日本\u2028x": 0}}
+
+
+def test_a_header_settles_the_columns_of_ids_with_blanks(tmp_path: Path) -> None:
+    assert read_qrels(write(tmp_path, "query-id\tcorpus-id\tscore\nq 1\td1\t1\n")) == {"q 1": {"d1": 1}}
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "head", "checksum"])
+def test_a_damaged_gz_file_is_named(tmp_path: Path, damage: str) -> None:
+    packed = gzip.compress(b"".join(b"q%d 0 d%d 1\n" % (i, i * i) for i in range(500)), mtime=0)
+    damaged = {
+        "text": b"q1 0 d1 1\n",
+        "cut": packed[:-20],
+        "head": packed[:10] + b"\xff" + packed[11:],
+        "checksum": packed[:-8] + b"\0\0\0\0" + packed[-4:],
+    }
+    path = tmp_path / "q.gz"
+    path.write_bytes(damaged[damage])
+    with pytest.raises(UserError, match=r"q\.gz: not a whole gzip file"):
+        read_qrels(path)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"])
+def test_ids_that_no_file_can_hold_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run"
+    for run, tag in (({name: {"d": 1.0}}, "t"), ({"q": {name: 1.0}}, "t"), ({"q": {"d": 1.0}}, name)):
+        with pytest.raises(UserError, match="NUL or a lone surrogate"):
+            write_run(path, run, tag)
+    assert not path.exists()
+    with pytest.raises(UserError, match="NUL or a lone surrogate"):
+        write_rankings(path, [("q", {name: 1.0})], "t")
+    with pytest.raises(UserError, match=r"query 'q': expected a dict by id, got list"):
+        write_run(path, {"q": ["a"]}, "t")  # pyright: ignore[reportArgumentType]
 
 
 def test_runs_of_six_and_three_columns(tmp_path: Path) -> None:

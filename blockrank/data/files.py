@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,11 @@ from filelock import FileLock
 
 from blockrank.errors import UserError
 from blockrank.types import has_text
+
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""NUL, which ends a string for trec_eval, and lone surrogates, which have no UTF-8."""
+
+_ITERATION = re.compile(r"[0-9]+|[Qq]0")
 
 
 def cache_dir() -> Path:
@@ -77,14 +83,19 @@ def existing_file(path: str | Path) -> Path:
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, text) of every line that is not blank; UTF-8, BOM and line ends removed, `.gz` unpacked.
 
-    Raises `UserError` with file:line where the bytes are not UTF-8.
+    Raises `UserError` with file:line where the bytes are not UTF-8, and with the file where a `.gz` cannot be unpacked.
     """
     path = existing_file(path)
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = decode_line(line, path, number)
-            if text.strip(" \t"):
-                yield number, text
+        try:
+            for number, line in enumerate(file, start=1):
+                text = decode_line(line, path, number)
+                if text.strip(" \t"):
+                    yield number, text
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(
+                f"{path}: not a whole gzip file ({error}); pack it again, or drop .gz if it is text"
+            ) from error
 
 
 def decode_line(line: bytes, path: Path, number: int) -> str:
@@ -101,6 +112,8 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # Python's limits on digits and on nesting
+        raise UserError(f"{where}: JSON that cannot be read ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -116,10 +129,17 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def as_id(value: Any, where: str) -> str:
     """An id as the exact string it is; JSON numbers become their decimal text. Anything else is a `UserError`."""
     if isinstance(value, str) and value:
-        return value
+        return check_id(value, where)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise UserError(f"{where}: an id must be a non-empty string or a number, got {value!r}")
+
+
+def check_id(text: str, where: str) -> str:
+    """`text`, unless it holds what no id may hold in any file or metric: NUL or a lone surrogate (`UserError`)."""
+    if _UNUSABLE.search(text):
+        raise UserError(f"{where}: {text!r:.80} holds NUL or a lone surrogate, which no id may; rename it")
+    return text
 
 
 def as_text(value: Any, where: str) -> str:
@@ -131,9 +151,22 @@ def as_text(value: Any, where: str) -> str:
     return value if has_text(value) else ""
 
 
-def columns(text: str, allowed: tuple[int, ...]) -> list[str] | None:
-    """The columns of a line: split at tabs when that gives an allowed count (ids may hold spaces), else at blanks."""
-    for fields in (text.split("\t"), re.split(r"[ \t]+", text.strip(" \t"))):
-        if len(fields) in allowed and all(fields):
-            return fields
-    return None
+def columns(text: str, allowed: tuple[int, ...], where: str, names: str) -> list[str]:
+    """The columns of a line: split at tabs when that gives an allowed count (ids may hold spaces), else at blanks.
+
+    Raises `UserError`, begun by `where`, when neither gives an allowed count (`names` tells what is expected), for NUL,
+    and when both do with different counts and the second column by blanks may be TREC's iteration.
+    """
+    check_id(text, where)
+    splits = [text.split("\t")]
+    if " " in text or len(splits[0]) not in allowed or not all(splits[0]):
+        splits.append(re.split(r"[ \t]+", text.strip(" \t")))
+    found = [fields for fields in splits if len(fields) in allowed and all(field.strip(" ") for field in fields)]
+    if not found:
+        raise UserError(f"{where}: expected {' or '.join(map(str, allowed))} columns ({names}), got {text!r}")
+    if len(found[0]) != len(found[-1]) and _ITERATION.fullmatch(found[-1][1]):
+        raise UserError(
+            f"{where}: {len(found[0])} columns by tabs but {len(found[-1])} by blanks, got {text!r}; part all columns "
+            "alike, or begin the file with a header line"
+        )
+    return found[0]

@@ -10,8 +10,8 @@ from typing import Any
 
 from blockrank.data.collection import check_split, ignores_self
 from blockrank.data.documents import Documents
-from blockrank.data.files import as_text, cache_lock
-from blockrank.data.trec import ranked
+from blockrank.data.files import as_id, as_text, cache_lock
+from blockrank.data.trec import check_grade, ranked
 from blockrank.errors import UserError
 from blockrank.types import Document, Qrels, Query, Run
 
@@ -55,7 +55,9 @@ class IrDatasetsCollection:
     def queries(self, split: str) -> dict[str, Query]:
         with _readable(self.name, split):
             return {
-                q.query_id: Query(q.query_id, as_text(_query_text(q), f"{self.name} query {q.query_id}"))
+                q.query_id: Query(
+                    as_id(q.query_id, self.name), as_text(_query_text(q), f"{self.name} query {q.query_id}")
+                )
                 for q in self._split(split).queries_iter()
             }
 
@@ -65,7 +67,9 @@ class IrDatasetsCollection:
         if dataset.has_qrels():
             with _readable(self.name, split):
                 for judgement in dataset.qrels_iter():
-                    qrels.setdefault(judgement.query_id, {})[judgement.doc_id] = int(judgement.relevance)
+                    where = f"{self.name} ({split}), judgement of {judgement.query_id!r}, {judgement.doc_id!r}"
+                    query, document = as_id(judgement.query_id, where), as_id(judgement.doc_id, where)
+                    qrels.setdefault(query, {})[document] = check_grade(int(judgement.relevance), where)
         return qrels
 
     def scored_documents(self, split: str, depth: int | None = None) -> Run:
@@ -191,7 +195,7 @@ def _document(row: Any, name: str) -> Document:
     text = row.default_text() if field is None else getattr(row, field)
     where = f"{name} document {row.doc_id}"
     title = as_text(getattr(row, "title", None), where) if field is not None else ""
-    return Document(row.doc_id, as_text(text, where), title)
+    return Document(as_id(row.doc_id, where), as_text(text, where), title)
 
 
 def _query_text(row: Any) -> str:

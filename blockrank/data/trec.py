@@ -12,18 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from blockrank.data.files import as_id, atomic_write, columns, read_lines
+from blockrank.data.files import as_id, atomic_write, check_id, columns, read_lines
 from blockrank.errors import UserError
 from blockrank.types import Qrels, Run
 
 log = logging.getLogger(__name__)
 
-_HEADER_WORDS = frozenset(
-    {"query-id", "query_id", "queryid", "qid", "query", "topic", "topic-id", "topic_id", "corpus-id", "corpus_id"}
-    | {"doc-id", "doc_id", "docid", "docno", "pid", "iteration", "iter", "q0"}
-    | {"score", "rel", "relevance", "label", "grade", "judgment", "judgement", "rating"}
+_QUERY_WORDS = frozenset(
+    {"query-id", "query_id", "queryid", "qid", "query", "topic", "topic-id", "topic_id", "topicid"}
 )
-
+_GRADE_WORDS = frozenset({"score", "rel", "relevance", "label", "grade", "judgment", "judgement", "rating"})
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A number in a file: ASCII digits, no underscores, neither nan nor inf, which Python's `float` all reads."""
@@ -31,29 +29,29 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _LARGEST = 2**53
 """Up to here a float holds every integer."""
 
+LARGEST_GRADE = 1_000_000
+"""trec_eval keeps a count of every grade up to the highest, for each query: 8 MB for this one, 16 GB for 2^31."""
+
 
 def read_qrels(path: str | Path) -> Qrels:
     """Judgements of a file with 4 columns (query, iteration, document, grade) or 3 (query, document, grade).
 
-    Tabs or blanks, with or without a header line (known by its words, never by its position), blank lines skipped.
+    Tabs or blanks, with or without a header line (known by its first and last word, never by its position alone),
+    blank lines skipped.
 
-    Raises `UserError` with file:line for another number of columns, a grade that is no integer, or two different grades
-    of one pair.
+    Raises `UserError` with file:line for another number of columns, a line that has 3 columns by tabs but 4 by blanks,
+    a grade that is no integer within `LARGEST_GRADE`, or two different grades of one pair.
     """
     qrels: Qrels = {}
     allowed: tuple[int, ...] = (3, 4)
     first = True
     for number, text in read_lines(path):
-        fields = columns(text, allowed)
-        if first:
-            first = False
-            if fields is not None and _is_header(fields):
-                continue
         where = f"{path}:{number}"
-        if fields is None:
-            expected = " or ".join(map(str, allowed))
-            raise UserError(f"{where}: expected {expected} columns (query, [iteration,] document, grade), got {text!r}")
+        fields = columns(text, allowed, where, "query, [iteration,] document, grade")
         allowed = (len(fields),)
+        header, first = first and _is_header(fields), False
+        if header:
+            continue
         query, document, grade = fields[0], fields[-2], _grade(fields[-1], where)
         known = qrels.setdefault(query, {}).setdefault(document, grade)
         if known != grade:
@@ -73,13 +71,7 @@ def read_run(path: str | Path, depth: int | None = None) -> Run:
     allowed: tuple[int, ...] = (3, 6)
     for number, text in read_lines(path):
         where = f"{path}:{number}"
-        fields = columns(text, allowed)
-        if fields is None:
-            expected = " or ".join(map(str, allowed))
-            raise UserError(
-                f"{where}: expected {expected} columns (query Q0 document rank score tag, or query document rank), "
-                f"got {text!r}"
-            )
+        fields = columns(text, allowed, where, "query Q0 document rank score tag, or query document rank")
         allowed = (len(fields),)
         query = fields[0]
         if len(fields) == 6:
@@ -104,7 +96,7 @@ def write_run(path: str | Path, run: Run, tag: str, ties: Literal["document", "i
     Raises `UserError` naming query and document for a score that is not finite, or an id that cannot stand in a column.
     """
     run = as_run(run)
-    ids = itertools.chain(run, *run.values(), [tag])
+    ids = itertools.chain(run, *run.values(), [check_id(tag, "tag")])
     return write_rankings(path, run.items(), tag, ties, blanks=any(" " in name for name in ids))
 
 
@@ -134,7 +126,7 @@ def write_rankings(
                 if any(not field or any(c in field for c in "\t\r\n") or separator in field for field in line):
                     what = f"query {query!r}, document {document!r}, tag {tag!r}"
                     raise UserError(f"{path}: {what}: an id or tag is empty or holds a tab or a line end")
-                file.write(separator.join(line).encode() + b"\n")
+                file.write(check_id(separator.join(line), str(path)).encode() + b"\n")
     return tied
 
 
@@ -152,10 +144,17 @@ def as_run(run: Mapping[Any, Mapping[Any, Any]]) -> Run:
     return {
         as_id(_plain(q), "run"): {
             as_id(_plain(d), f"run, query {q!r}"): _as_score(s, f"run, query {q!r}, document {d!r}")
-            for d, s in ranking.items()
+            for d, s in as_mapping(ranking, f"run, query {q!r}").items()
         }
-        for q, ranking in run.items()
+        for q, ranking in as_mapping(run, "run").items()
     }
+
+
+def as_mapping(value: Any, where: str) -> Mapping[Any, Any]:
+    """`value` when it is a mapping, else a `UserError`; runs and qrels are dicts of dicts."""
+    if isinstance(value, Mapping):
+        return value
+    raise UserError(f"{where}: expected a dict by id, got {type(value).__name__}")
 
 
 def _as_score(value: Any, where: str) -> float:
@@ -206,19 +205,23 @@ def _next_below(value: np.float32) -> np.float32:
 
 
 def _is_header(fields: list[str]) -> bool:
-    """Whether a first line names columns: its last field is no number, and some field is a word headers use."""
-    try:
-        float(fields[-1])
-    except ValueError:
-        return any(field.strip('"').lower() in _HEADER_WORDS for field in fields)
-    return False
+    """Whether a first line names columns: its first field is a word for queries and its last one for grades."""
+    first, last = (field.strip('" ').lower() for field in (fields[0], fields[-1]))
+    return first in _QUERY_WORDS and last in _GRADE_WORDS
 
 
 def _grade(text: str, where: str) -> int:
     value = _number(text)
-    if not value.is_integer() or abs(value) > _LARGEST:
+    if not value.is_integer():
         raise UserError(f"{where}: a grade must be an integer, got {text!r:.80}")
-    return int(value)
+    return check_grade(int(value), where)
+
+
+def check_grade(grade: int, where: str) -> int:
+    """`grade`, unless it lies beyond `LARGEST_GRADE` on either side (`UserError`)."""
+    if abs(grade) > LARGEST_GRADE:
+        raise UserError(f"{where}: grades go from -{LARGEST_GRADE} to {LARGEST_GRADE}; map larger ones")
+    return grade
 
 
 def _score(text: str, where: str) -> float:
@@ -230,14 +233,14 @@ def _score(text: str, where: str) -> float:
 
 def _rank(text: str, where: str) -> int:
     value = _number(text)
-    if not (text.isdigit() and value <= _LARGEST):
+    if not (text.strip(" ").isdigit() and value <= _LARGEST):
         raise UserError(f"{where}: a rank must be a whole number, got {text!r:.80}")
     return int(value)
 
 
 def _number(text: str) -> float:
-    """The value of `_NUMBER`; NaN for anything else, infinity for what is too large."""
-    return float(text) if _NUMBER.fullmatch(text) else math.nan
+    """The value of `_NUMBER`, blanks around it or not; NaN for anything else, infinity for what is too large."""
+    return float(text) if _NUMBER.fullmatch(text.strip(" ")) else math.nan
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import ir_measures
 
+from blockrank.data.files import check_id
+from blockrank.data.trec import as_mapping, check_grade
 from blockrank.errors import UserError
 from blockrank.types import Qrels, Run
 
@@ -313,14 +315,14 @@ def _warn(counts: Counts, missing: str, run: Run, judged: Qrels) -> tuple[str, .
     return tuple(warnings)
 
 
-def _string_keys(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
+def _string_keys(mapping: Any, where: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for key, value in mapping.items():
+    for key, value in as_mapping(mapping, where).items():
         if key is None or isinstance(key, bytes):
             raise UserError(f"{where}: {key!r} is no id; ids are strings or integers")
         if str(key) in result:
             raise UserError(f"{where}: id {str(key)!r} occurs twice (once as {type(key).__name__}); give each id once")
-        result[str(key)] = value
+        result[check_id(str(key), where)] = value
     return result
 
 
@@ -338,7 +340,8 @@ def _scores(query: str, documents: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _grade(query: str, document: str, grade: Any) -> int:
+    where = f"the qrels of query {query!r}, document {document!r}"
     value = grade.item() if hasattr(grade, "item") else grade
     if isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer()):
-        return int(value)
-    raise UserError(f"the qrels of query {query!r}, document {document!r}: grade {grade!r} is not an integer")
+        return check_grade(int(value), where)
+    raise UserError(f"{where}: grade {grade!r} is not an integer")
