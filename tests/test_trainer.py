@@ -176,7 +176,7 @@ def test_stopped_and_resumed_equals_unbroken(tmp_path):
         def __next__(self):
             batch = super().__next__()
             if self.next == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # to this thread: at once
             return batch
 
     first.batches = StopAt()
