@@ -79,6 +79,7 @@ class EvalConfig(TrainingSections):
     batch_size: int | None
     tail: Literal["drop", "keep"] | None
     missing: Literal["zero", "skip"] | None
+    missing_documents: Literal["error", "drop"] | None
     baseline: bool
     overwrite: bool
     test: HeldOutConfig | None = None

@@ -124,9 +124,7 @@ def test_dangling_run_documents_are_an_error_or_dropped_and_counted(
     letters: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = {"q1": {"x": 3.0, "a": 2.0}, "q2": {"x": 2.0, "y": 1.0}}
-    with pytest.raises(
-        UserError, match=r"2 documents of the run are not in small: 'x', 'y'; .*missing_documents=\"drop\""
-    ):
+    with pytest.raises(UserError, match=r"2 documents of the run are not in small: 'x', 'y'; .*missing_documents=drop"):
         candidate_lists(letters, run, "test")
     lists = candidate_lists(letters, run, "test", missing_documents="drop")
     assert (lists.dropped, ids(lists, 0), ids(lists, 1)) == (3, ["a"], [])

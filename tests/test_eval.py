@@ -85,6 +85,15 @@ def test_judged_queries_without_a_list_count_zero_under_max_queries(collection: 
     assert result.report.values("P@1").keys() == set(chosen)
 
 
+def test_candidates_outside_the_collection_are_dropped_when_asked(collection: Path, tmp_path: Path):
+    run = collection / "run.trec"
+    run.write_text("q1 Q0 elsewhere 1 9.0 x\n" + run.read_text())
+    with pytest.raises(UserError, match=r"'elsewhere'; .*missing_documents=drop"):
+        evaluate(collection, tmp_path / "out")
+    held_out, _ = evaluate(collection, tmp_path / "out", "missing_documents=drop")
+    assert "elsewhere" not in held_out.runs["attention"].read_text()
+
+
 def test_the_chosen_queries_are_those_chosen_among_the_lists(collection: Path):
     """Where every judged query has a list."""
     settings = HeldOutConfig("test", str(collection / "run.trec"))

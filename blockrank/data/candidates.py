@@ -191,7 +191,7 @@ def _drop_missing(run: Run, collection: Collection, policy: Literal["error", "dr
     if policy == "error":
         raise UserError(
             f"{len(missing)} documents of the run are not in {collection.name}: {sample}; use the run's own corpus "
-            '(Python\'s candidate_lists leaves them out with missing_documents="drop")'
+            "(an evaluation leaves them out and counts them with missing_documents=drop)"
         )
     absent = set(missing)
     dropped = 0

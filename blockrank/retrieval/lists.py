@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from blockrank.data.candidates import CandidateLists, candidate_lists
 from blockrank.data.collection import Collection
@@ -19,7 +20,8 @@ class ListsConfig:
 
     `with_positives`: every list holds its positives, in the place of its last candidates where the first stage missed
     them. `max_queries`: a fixed subset of so many queries (those whose ids hash lowest); of the judged ones, with or
-    without a list, where rankers are measured against qrels.
+    without a list, where rankers are measured against qrels. `missing_documents`: what is done about candidates that
+    the collection lacks.
     """
 
     split: str
@@ -27,6 +29,7 @@ class ListsConfig:
     depth: int = 100
     with_positives: bool = False
     max_queries: int | None = None
+    missing_documents: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
         at_least(self, 1, "depth", "max_queries")
@@ -35,7 +38,8 @@ class ListsConfig:
 def open_lists(collection: Collection, config: ListsConfig) -> CandidateLists:
     """All lists of the split, made when asked for (`max_queries` is not applied)."""
     run = first_stage(collection, config.split, config.candidates, config.depth)
-    return candidate_lists(collection, run, config.split, config.depth, with_positives=config.with_positives)
+    options = {"with_positives": config.with_positives, "missing_documents": config.missing_documents}
+    return candidate_lists(collection, run, config.split, config.depth, **options)
 
 
 def select_queries(lists: CandidateLists, max_queries: int | None) -> CandidateLists:
