@@ -31,7 +31,7 @@ from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker, AttentionSettings
 from blockrank.rankers.probe import check_ranking
 from blockrank.sources import Source, make_ranker, open_source
-from blockrank.training.initial import ModelConfig, check_vocabulary
+from blockrank.training.initial import ModelConfig
 from blockrank.training.recipe import HeldOutConfig
 
 
@@ -145,7 +145,6 @@ def _ranker(config: EvalConfig) -> AttentionRanker:
     else:
         assert config.model is not None
         source = Source(config.model.load(config.seed), config.model.load_tokenizer())
-    check_vocabulary(source.model.config, source.tokenizer)
     ranker = make_ranker(
         source,
         template=None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),

@@ -32,3 +32,11 @@ def shared_parity() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no parity files at {folder} (set BLOCKRANK_PARITY)")
     return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, the one that the test's collections use."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("BLOCKRANK_CACHE", str(folder))
+    return folder
