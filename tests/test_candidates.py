@@ -208,7 +208,7 @@ def test_first_stage_leaves_room_for_the_query_itself() -> None:
 
 
 def test_scoreddocs_of_ir_datasets(tmp_path: Path) -> None:
-    from test_collections import ir_dataset
+    from test_irds import ir_dataset
 
     collection = open_collection("ir_datasets", id=ir_dataset(tmp_path / "data", "scored-corpus"))
     run = first_stage(collection, "dev", "scoreddocs", 10)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from test_candidates import Small
-from test_collections import ROWS, beir_folder, ir_dataset, write_jsonl
+from test_collections import ROWS, beir_folder, write_jsonl
+from test_irds import ir_dataset
 
 from blockrank.config import build, compose
 from blockrank.data.collection import BeirConfig, HfConfig, IcrConfig, IrDatasetsConfig, PydocsConfig
