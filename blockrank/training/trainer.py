@@ -7,7 +7,6 @@ import logging
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any, Literal, Protocol
 import jax
 from flax import nnx
 
-from blockrank.chips import chip_of
 from blockrank.config import differences
 from blockrank.errors import UserError, at_least, between
 from blockrank.training.batches import HostBatch
@@ -25,6 +23,7 @@ from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSetting
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
 from blockrank.training.state import TrainState, count_parameters, create_state, split_model
 from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
+from blockrank.training.telemetry import Meter
 from blockrank.training.tracking import METRICS_FILE, TrackerSettings, make_trackers
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,6 @@ class Trainer:
         self._checkpoint_settings = checkpoints or CheckpointSettings()
         self._tracker_settings = tracker or TrackerSettings()
         self._graphdef, params = split_model(model)
-        self._num_parameters = count_parameters(params)
         rule, schedule = make_optimizer(optimizer, total_steps)
         trainable = Trainable.of(params, optimizer)
 
@@ -148,7 +146,7 @@ class Trainer:
         self._stop: int | None = None
         self._pending: _Pending | None = None
         self._seen = self._without_positive = 0
-        self._last = self._pace = 0.0
+        self._meter = Meter(total_steps, count_parameters(params))
 
     def run(self) -> TrainResult:
         """Trains to the end, or to a signal. Raises `UserError` for a loss that is not finite or unusable data."""
@@ -202,7 +200,7 @@ class Trainer:
 
     def _loop(self, step: int) -> int:
         settings, every = self.settings, self._checkpoint_settings.every_steps
-        self._last = time.perf_counter()
+        self._meter.restart()
         while step < self.total_steps and self._stop is None:
             try:
                 batch = next(self.batches)
@@ -232,22 +230,10 @@ class Trainer:
             return
         pending, self._pending = self._pending, None
         metrics = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        self._pace = seconds if self._pace == 0.0 else 0.9 * self._pace + 0.1 * seconds
         finite = metrics.pop("finite")
-        batch = pending.batch
         values: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
-        values |= {
-            "train/seconds_per_step": seconds,
-            "train/tokens_per_second": batch.tokens / seconds,
-            "train/eta_s": self._pace * (self.total_steps - pending.step),
-            "train/padding_share": batch.padding_share,
-            "train/truncated_share": batch.truncated_share,
-            "query_ids": list(batch.query_ids),
-        }
-        if (peak := _peak_flops()) is not None:
-            values["train/mfu"] = 6 * self._num_parameters * batch.tokens / seconds / peak
+        values |= self._meter.step(pending.step, pending.batch)
+        values["query_ids"] = list(pending.batch.query_ids)
         self._trackers.log(pending.step, values)
         if not finite:
             self._not_finite(pending, metrics)
@@ -282,7 +268,7 @@ class Trainer:
         assert self.validate is not None
         found = {f"validation/{k}": float(v) for k, v in self.validate(self._model(self._state), step).items()}
         self._trackers.log(step, found)
-        self._last = time.perf_counter()
+        self._meter.restart()
         return found
 
     def _save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -295,7 +281,7 @@ class Trainer:
         self._checkpoints.save(self._state, data=data, meta=meta, write_files=self.record.write_files, metrics=metrics)
         if jax.default_backend() == "cpu":
             self._checkpoints.wait()  # the copy being written would share the memory of the next step
-        self._last = time.perf_counter()
+        self._meter.restart()
 
     def _model(self, state: TrainState) -> Any:
         return nnx.merge(self._graphdef, state.params)
@@ -318,8 +304,3 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _peak_flops() -> float | None:
-    chip = chip_of(jax.devices()[0].device_kind)
-    return None if chip is None else chip.flops * jax.device_count()
