@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from blockrank.errors import UserError
 from blockrank.evaluation.ranking import check_scores, rerank_order
-from blockrank.layout import Packing
+from blockrank.packing import Packing
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate

@@ -15,38 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
 from blockrank.errors import UserError
+from blockrank.packing import Packing, even_row_length, pack, round_up, round_up_geometric
 from blockrank.prompts.blocks import check_positive, segments_of_blocks
 from blockrank.prompts.encode import PromptSegments
 
 PREFIX, SUFFIX, PAD = -1, -2, -3
 """Segment ids of tokens that are no document's; a document's segment id is its index in the list, from 0."""
 
-ROW_QUANTUM = 32
-"""Row lengths chosen for shards are multiples of it."""
-
-Packing = Literal["packed", "chunked"]
 HostArray: TypeAlias = Any
 """A numpy array on the host, a JAX array under jit."""
-
-
-def round_up(value: int, quantum: int) -> int:
-    return -(-value // quantum) * quantum
-
-
-def round_up_geometric(value: int, steps: int = 2) -> int:
-    """The next of few sizes, `steps` (a power of two) per doubling: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... for 2.
-
-    Less than 1 / (steps + 1) of a size is spare.
-    """
-    power = 1 << max(value - 1, 0).bit_length()
-    return round_up(value, max(power // (2 * steps), 1))
 
 
 @dataclass(frozen=True)
@@ -170,8 +154,8 @@ class TokenLayout:
             row_length, shards = (shape.row_length if shape.shards > 1 else row_length), shape.shards
         lengths = [[len(d) for d in s.documents] for s in batch]
         if shards > 1 and shape is None and packing == "packed":
-            row_length = _even_row_length(lengths, row_length, shards)
-        plans = [_pack(documents, row_length, packing) for documents in lengths]
+            row_length = even_row_length(lengths, row_length, shards)
+        plans = [pack(documents, row_length, packing) for documents in lengths]
         needed = LayoutShape(
             documents=max((len(s.documents) for s in batch), default=0),
             prefix=max((len(s.prefix) for s in batch), default=0),
@@ -304,42 +288,6 @@ class TokenLayout:
         ids = [[PREFIX, *np.flatnonzero(mask), SUFFIX] for mask in np.asarray(self.document_mask)[:lists]]
         whole = zip(joined(self.tokens), joined(self.segment_ids), ids, strict=True)
         return [[row[seg == i] for i in wanted] for row, seg, wanted in whole]
-
-
-def _pack(lengths: Sequence[int], row_length: int, packing: Packing) -> tuple[list[tuple[int, int]], int]:
-    """(row, start) of each document, and the number of rows: first-fit decreasing, ties by index."""
-    for index, length in enumerate(lengths):
-        if length > row_length:
-            raise UserError(f"document {index} has {length} tokens, more than a row of {row_length}: raise row_length")
-    if packing == "chunked":
-        return [(index, 0) for index in range(len(lengths))], len(lengths)
-    places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
-    used: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        row = next((r for r, filled in enumerate(used) if filled + lengths[index] <= row_length), len(used))
-        if row == len(used):
-            used.append(0)
-        places[index] = (row, used[row])
-        used[row] += lengths[index]
-    return places, len(used)
-
-
-def _even_row_length(lists: Sequence[Sequence[int]], row_length: int, shards: int) -> int:
-    """The least row length at which every list fits in equally many rows per shard, of about `row_length`.
-
-    Rows of 512 would pad the 9,100 tokens of a hundred passages to 24 rows on eight shards, a third too many; two rows
-    of 608 in each waste a fifteenth.
-    """
-    total = max((sum(documents) for documents in lists), default=0)
-    longest = max((length for documents in lists for length in documents), default=0)
-    if total == 0 or longest > row_length:
-        return row_length
-    rows = max(1, round(total / (shards * row_length)))
-    quantum = min(ROW_QUANTUM, row_length)
-    length = round_up(max(longest, -(-total // (shards * rows))), quantum)
-    while any(_pack(documents, length, "packed")[1] > rows * shards for documents in lists):
-        length += quantum
-    return length
 
 
 def _lay_out(

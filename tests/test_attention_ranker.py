@@ -17,9 +17,9 @@ from strategies import model_jit, tiny_config, tiny_decoder
 
 from blockrank.attention.visibility import BLOCKRANK
 from blockrank.errors import UserError
-from blockrank.layout import round_up_geometric
 from blockrank.models.decoder import Decoder
 from blockrank.models.gguf import embedded_model_path
+from blockrank.packing import round_up_geometric
 from blockrank.prompts.encode import PromptEncoder, PromptLimits
 from blockrank.prompts.template import PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer

@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "config", "chips"),
     ("data",),
     ("prompts",),
+    ("packing",),
     ("layout", "parallel"),
     ("attention",),
     ("models",),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from strategies import SHAPE, batches, numbered_prompt, prompt_of
 
 from blockrank.errors import UserError
-from blockrank.layout import PAD, PREFIX, SUFFIX, LayoutShape, TokenLayout, round_up_geometric
+from blockrank.layout import PAD, PREFIX, SUFFIX, LayoutShape, TokenLayout
+from blockrank.packing import round_up_geometric
 from blockrank.prompts.encode import PromptSegments
 
 quietly = settings(max_examples=50, deadline=None)

@@ -32,7 +32,7 @@ from blockrank.attention.pallas_tiles import (
     run_kernel,
     tile_gradients,
 )
-from blockrank.layout import round_up
+from blockrank.packing import round_up
 
 UNSEEN = 1 << 30
 """The code of a key that no query sees."""

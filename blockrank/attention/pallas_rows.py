@@ -33,7 +33,7 @@ from blockrank.attention.pallas_tiles import (
     run_kernel,
     tile_gradients,
 )
-from blockrank.layout import round_up
+from blockrank.packing import round_up
 
 PREFIX_TILE = 512
 ROW_TILE = 128

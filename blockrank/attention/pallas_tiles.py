@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from blockrank.attention.precision import matmul_precision
-from blockrank.layout import round_up
+from blockrank.packing import round_up
 
 LANES = 128
 SUBLANES = 16

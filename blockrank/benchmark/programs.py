@@ -17,9 +17,10 @@ from blockrank.attention.precision import matmul_precision
 from blockrank.attention.visibility import PATTERNS
 from blockrank.benchmark.settings import BenchConfig, System
 from blockrank.costs.flops import Work, needed_flops
-from blockrank.layout import TokenLayout, round_up
+from blockrank.layout import TokenLayout
 from blockrank.models.decoder import Decoder, TruncatedDecoder
 from blockrank.models.generate import greedy
+from blockrank.packing import round_up
 from blockrank.prompts.encode import PromptSegments
 from blockrank.rankers.readout import attention_scores, read_scores
 

@@ -10,8 +10,8 @@ from blockrank.attention.dispatch import resolve_backend
 from blockrank.attention.visibility import PATTERNS
 from blockrank.data.collection import CollectionConfig
 from blockrank.errors import UserError
-from blockrank.layout import Packing
 from blockrank.models.config import DecoderConfig
+from blockrank.packing import Packing
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
 from blockrank.training.initial import ModelConfig

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 
 from blockrank.attention.visibility import PATTERNS
 from blockrank.errors import UserError
-from blockrank.layout import LayoutShape, Packing, TokenLayout, round_up, round_up_geometric
+from blockrank.layout import LayoutShape, TokenLayout
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder, TruncatedDecoder, check_score_layer
 from blockrank.models.loading import cast_parameters, check_heads, flat_parameters, place_parameters
+from blockrank.packing import Packing, round_up, round_up_geometric
 from blockrank.parallel import LISTS, spread_lists
 from blockrank.prompts.encode import PromptEncoder, PromptSegments
 from blockrank.rankers.readout import Aggregation, attention_scores

@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from blockrank.errors import UserError
-from blockrank.layout import round_up, round_up_geometric
 from blockrank.models.encoder import Encoder
 from blockrank.models.hf_encoder import encoder_path
 from blockrank.models.loading import load_encoder, weights_fingerprint
 from blockrank.models.sentence import SentenceSettings, pool, read_sentence_settings
+from blockrank.packing import round_up, round_up_geometric
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.retrieval.settings import EncoderSettings
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from blockrank.layout import round_up
+from blockrank.packing import round_up
 
 QUERIES = 1024
 """Queries that are compared with a block at once."""
