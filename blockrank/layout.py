@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from blockrank.errors import UserError
-from blockrank.packing import Packing, even_row_length, pack, round_up, round_up_geometric
+from blockrank.packing import ROW_STEPS, Packing, even_row_length, pack, round_up, round_up_geometric
 from blockrank.prompts.blocks import check_positive, segments_of_blocks
 from blockrank.prompts.encode import PromptSegments
 
@@ -65,7 +65,7 @@ class LayoutShape:
         return LayoutShape(
             round_up_geometric(self.documents),
             round_up(self.prefix, quantum),
-            round_up_geometric(self.rows, steps=8),
+            round_up_geometric(self.rows, ROW_STEPS),
             self.row_length,
             round_up(self.suffix, quantum),
             self.signals,

@@ -10,6 +10,9 @@ from blockrank.errors import UserError
 ROW_QUANTUM = 32
 """Row lengths chosen for shards are multiples of it."""
 
+ROW_STEPS = 8
+"""Numbers of rows that programs are compiled for, per doubling: less than a ninth of the rows is spare."""
+
 Packing = Literal["packed", "chunked"]
 
 
@@ -48,13 +51,15 @@ def even_row_length(lists: Sequence[Sequence[int]], row_length: int, shards: int
     """The least row length at which every list fits in equally many rows per shard, of about `row_length`.
 
     Rows of 512 would pad the 9,100 tokens of a hundred passages to 24 rows on eight shards, a third too many; two rows
-    of 608 in each waste a fifteenth.
+    of 608 in each waste a fifteenth. The number of rows is one that programs are compiled for, so none is spare.
     """
     total = max((sum(documents) for documents in lists), default=0)
     longest = max((length for documents in lists for length in documents), default=0)
     if total == 0 or longest > row_length:
         return row_length
-    rows = max(1, round(total / (shards * row_length)))
+    wanted = total / (shards * row_length)
+    sizes = (size for size in range(1, 2 + 2 * int(wanted)) if round_up_geometric(size, ROW_STEPS) == size)
+    rows = min(sizes, key=lambda size: abs(size - wanted))
     quantum = min(ROW_QUANTUM, row_length)
     length = round_up(max(longest, -(-total // (shards * rows))), quantum)
     while any(pack(documents, length, "packed")[1] > rows * shards for documents in lists):

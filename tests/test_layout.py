@@ -194,6 +194,16 @@ def test_geometric_sizes_are_few() -> None:
     assert finer == [*range(9), 10, 12, 14, 16, 20, 24, 28, 32]
 
 
+@pytest.mark.parametrize("documents", [50, 100, 200, 500, 1000, 2000])
+def test_rows_over_devices_are_full_at_any_depth(documents: int) -> None:
+    """Passages of 75 tokens on eight devices: doubled, the rows cost twice as much."""
+    rng = np.random.default_rng(documents)
+    lengths = np.clip(np.rint(rng.gamma(6.25, 12, documents)), 1, 160).astype(int)
+    layout = TokenLayout.from_segments([numbered_prompt(60, lengths.tolist(), 40)], row_length=512, shards=8)
+    assert layout.fill >= 0.93
+    assert 350 <= layout.shape.row_length <= 700
+
+
 def test_bucketed_shapes_are_few() -> None:
     """Lists of 1 to 100 passages with prompts of 40 to 160 tokens: a few dozen shapes."""
     rng = np.random.default_rng(0)
