@@ -5,7 +5,7 @@ B texts, T tokens, D embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,6 +34,37 @@ IN_FLIGHT = 2
 def local_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """All devices of this host on one axis, `data`."""
     return Mesh(np.asarray(jax.local_devices() if devices is None else devices), ("data",))
+
+
+def embed_program(
+    encoder: Encoder, settings: SentenceSettings
+) -> Callable[[nnx.State, Int[Array, "B T"], Int[Array, " B"]], Float[Array, "B D"]]:
+    """The jitted function (parameters, tokens, lengths) -> embeddings of such an encoder, which may be abstract."""
+    graph = nnx.graphdef(encoder)
+
+    def embed(state: nnx.State, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Float[Array, "B D"]:
+        mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        return pool(nnx.merge(graph, state)(tokens, mask), mask, settings.pooling, settings.normalize)
+
+    return jax.jit(embed)
+
+
+def plan_batches(
+    lengths: Sequence[int], *, limit: int, batch_tokens: int, devices: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """(indices of the texts, rows, width) of each batch: longest texts first, rows a multiple of the devices.
+
+    `lengths`: tokens of each text, at most `limit`. All devices take about `batch_tokens` tokens at once.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    start = 0
+    while start < len(order):
+        width = min(limit, max(SHORTEST, round_up_geometric(lengths[order[start]])))
+        full = max(devices, batch_tokens // width // devices * devices)
+        chosen = order[start : start + full]
+        rows = min(full, round_up(1 << (len(chosen) - 1).bit_length(), devices))
+        yield chosen, rows, width
+        start += len(chosen)
 
 
 class BiEncoder:
@@ -68,16 +99,9 @@ class BiEncoder:
             "dtype": str(jnp.dtype(encoder.dtype)),
             "tokenizer": tokenizer.fingerprint,
         }
-        graph, state = nnx.split(encoder)
-        self._state = jax.device_put(state, NamedSharding(self.mesh, PartitionSpec()))
+        self._state = jax.device_put(nnx.state(encoder), NamedSharding(self.mesh, PartitionSpec()))
         self._rows = NamedSharding(self.mesh, PartitionSpec("data"))
-
-        @jax.jit
-        def embed(state: Any, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Float[Array, "B D"]:
-            mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            return pool(nnx.merge(graph, state)(tokens, mask), mask, settings.pooling, settings.normalize)
-
-        self._embed = embed
+        self._embed = embed_program(encoder, settings)
 
     @classmethod
     def load(cls, config: EncoderSettings, mesh: Mesh | None = None) -> BiEncoder:
@@ -126,16 +150,8 @@ class BiEncoder:
         return out
 
     def batches(self, lengths: Sequence[int]) -> Iterator[tuple[np.ndarray, int, int]]:
-        """(indices of the texts, rows, width) of each batch: longest texts first, rows a multiple of the devices."""
-        order = np.argsort(-np.asarray(lengths), kind="stable")
-        start, devices = 0, self.mesh.size
-        while start < len(order):
-            width = min(self._limit, max(SHORTEST, round_up_geometric(lengths[order[start]])))
-            full = max(devices, self._batch_tokens // width // devices * devices)
-            chosen = order[start : start + full]
-            rows = min(full, round_up(1 << (len(chosen) - 1).bit_length(), devices))
-            yield chosen, rows, width
-            start += len(chosen)
+        """`plan_batches` within this encoder's limits, over its devices."""
+        return plan_batches(lengths, limit=self._limit, batch_tokens=self._batch_tokens, devices=self.mesh.size)
 
 
 def _fetch(out: np.ndarray, chosen: np.ndarray, embeddings: Array) -> None:
