@@ -120,6 +120,12 @@ def active_mesh() -> AbstractMesh | None:
     return mesh if mesh.axis_names == AXES and mesh.size > 1 else None
 
 
+def target_platform() -> str:
+    """`cpu`, `gpu` or `tpu`: of the active mesh's devices, which need not be present; without a mesh, JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def spread_batch(x: jax.Array) -> jax.Array:
     """Under a mesh, `x` with its first axis held to the batch's devices; otherwise `x`."""
     return x if active_mesh() is None else jax.lax.with_sharding_constraint(x, BATCH)

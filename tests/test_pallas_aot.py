@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -84,11 +85,11 @@ def test_dense_compiles() -> None:
     assert kernels(64, jnp.bfloat16, SMALL, DENSE) == 2
 
 
-def test_auto_compiles_to_kernels_on_every_device_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list in four shards, heads on two devices each; the merge sends log-sum-exps and outputs of the suffix."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    mesh = MeshConfig(doc=4, tensor=2).make(v6e())
-    shape = replace(SMALL, shards=4)
+@pytest.mark.parametrize("sizes", [MeshConfig(doc=8), MeshConfig(doc=4, tensor=2)], ids=str)
+def test_auto_compiles_to_kernels_on_every_device_of_a_mesh(sizes: MeshConfig) -> None:
+    """A list in shards, heads on one or two devices each; the merge sends log-sum-exps and outputs of the suffix."""
+    mesh = sizes.make(v6e())
+    shape = replace(SMALL, shards=sizes.doc)
     layout = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, TokenLayout.blank(1, shape)))
     q, k = (jax.ShapeDtypeStruct((*layout.tokens.shape, *heads), jnp.bfloat16) for heads in ((2, 4, 128), (2, 128)))
 
@@ -100,9 +101,11 @@ def test_auto_compiles_to_kernels_on_every_device_of_a_mesh(monkeypatch: pytest.
             jax.jit(run).trace(*spread_lists((q, k, k, layout), mesh)).lower(lowering_platforms=("tpu",)).compile()
         )
     assert calls(program) == FORWARD_AND_BACKWARD // 2
-    text = program.as_text() or ""
-    assert "all-reduce" in text
-    assert "all-gather" in text
+    found = re.findall(r"= \(?(\w+\[[\d,]*\]).* (all-\w+?)(?:-start)?\(", program.as_text() or "")
+    kv_heads = 2 // sizes.tensor
+    assert sorted(kind for _, kind in found) == ["all-gather", "all-reduce"], "log-sum-exps, outputs"
+    (sent,) = (shape for shape, kind in found if kind == "all-reduce")
+    assert sorted(sent[5:-1].split(",")) == sorted(map(str, (1, 32, kv_heads, 4, 128)))
 
 
 @pytest.mark.slow

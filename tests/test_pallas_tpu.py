@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
 from strategies import HASTE, SHAPE, batches, numbered_prompt
 from test_attention import ENCODER, Heads, lay_out, tensors
 
@@ -259,11 +260,19 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch: pytest.MonkeyPat
     assert resolve_backend("auto") == "pallas_tpu"
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert resolve_backend("auto") == "xla", "the compiler cannot split a kernel over devices"
-    mesh = jax.make_mesh((1,), ("data",))
-    inside = []
-    spec = jax.sharding.PartitionSpec()
-    jax.shard_map(lambda x: inside.append(resolve_backend("auto")) or x, mesh=mesh, in_specs=spec, out_specs=spec)(
-        jnp.zeros(1)
-    )
-    assert set(inside) == {"pallas_tpu"}
     assert resolve_backend("pallas_tpu") == "pallas_tpu"
+
+
+def test_auto_goes_by_the_devices_compiled_for() -> None:
+    """Those of the active mesh: here a TPU's, while this process has CPUs only."""
+    device = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
+
+    def chosen(size: int, kind: AxisType) -> str:
+        mesh = AbstractMesh((size,), ("data",), axis_types=(kind,), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return resolve_backend("auto")
+
+    assert chosen(1, AxisType.Auto) == "pallas_tpu"
+    assert chosen(8, AxisType.Auto) == "xla", "the compiler cannot split a kernel over devices"
+    assert chosen(8, AxisType.Manual) == "pallas_tpu"
+    assert resolve_backend("auto") == "xla"

@@ -22,26 +22,28 @@ from blockrank.attention.visibility import Tokens, Visibility
 from blockrank.attention.xla import xla_attention, xla_partial
 from blockrank.errors import UserError
 from blockrank.layout import PAD, TokenLayout
-from blockrank.parallel import BATCH, active_mesh
+from blockrank.parallel import BATCH, active_mesh, target_platform
 
 Backend = Literal["auto", "reference", "xla", "pallas_tpu"]
 logger = logging.getLogger(__name__)
 
 
 def resolve_backend(name: str) -> str:
-    """The backend a name stands for on this platform; what `auto` takes is logged once."""
+    """The backend a name stands for on the platform that is compiled for; what `auto` takes is logged once."""
     if name not in get_args(Backend):
         raise UserError(f"attention_backend={name!r} is unknown: choose one of {', '.join(get_args(Backend))}")
     if name != "auto":
         return name
-    chosen = "pallas_tpu" if jax.default_backend() == "tpu" and _one_device_runs_this() else "xla"
-    _log_choice(jax.default_backend(), chosen)
+    platform = target_platform()
+    chosen = "pallas_tpu" if platform == "tpu" and _one_device_runs_this() else "xla"
+    _log_choice(platform, chosen)
     return chosen
 
 
 def _one_device_runs_this() -> bool:
     """Whether kernels may run here: the compiler cannot split one over devices, only `shard_map` can."""
-    return jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) or (jax.device_count() if mesh.empty else mesh.size) == 1
 
 
 @cache
