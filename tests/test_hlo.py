@@ -147,6 +147,34 @@ def test_a_slice_inside_a_fusion_inside_a_fusion_moves_only_itself() -> None:
     assert costs.bytes == 4 * (4 * 8 + 8 * 16 + 4 * 16) + 4
 
 
+IN_VMEM = """HloModule vmem
+
+%add (x.1: f32[8,16], y.1: f32[8,16]) -> f32[8,16] {
+  %x.1 = f32[8,16]{1,0:T(8,128)} parameter(0)
+  %y.1 = f32[8,16]{1,0:T(8,128)S(1)} parameter(1)
+  ROOT %add.1 = f32[8,16]{1,0:T(8,128)S(1)} add(%x.1, %y.1)
+}
+
+ENTRY %main (x: f32[8,16], w: f32[4,8,16], i: s32[]) -> f32[8,16] {
+  %x = f32[8,16]{1,0:T(8,128)} parameter(0)
+  %w = f32[4,8,16]{2,1,0:T(8,128)} parameter(1)
+  %i = s32[] parameter(2)
+  %copy-start = (f32[8,16]{1,0:T(8,128)S(1)}, f32[8,16]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done = f32[8,16]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  %sum = f32[8,16]{1,0:T(8,128)S(1)} fusion(%x, %copy-done), kind=kLoop, calls=%add
+  %piece = f32[1,8,16]{2,1,0:T(8,128)S(1)} dynamic-slice(%w, %i, %i, %i), dynamic_slice_sizes={1,8,16}
+  %flat = f32[8,16]{1,0:T(8,128)S(1)} bitcast(%piece)
+  %product = f32[8,16]{1,0:T(8,128)S(1)} multiply(%sum, %flat)
+  ROOT %out = f32[8,16]{1,0:T(8,128)} copy(%product)
+}
+"""
+
+
+def test_what_lies_in_vmem_is_not_moved() -> None:
+    """To and from main memory: x twice, a slice of w, the result."""
+    assert Program(IN_VMEM).costs.bytes == 4 * (4 * 8 * 16)
+
+
 def test_a_loop_that_does_not_tell_is_an_error() -> None:
     with pytest.raises(ValueError, match="while: no trip count"):
         _ = Program(TEXT.replace("constant(7)", "parameter(1)")).costs

@@ -2,7 +2,8 @@
 
 XLA's own `cost_analysis` counts the body of a while loop once. A scanned decoder is one loop, so here every computation
 is counted as often as it runs, from the text of the optimised program: known trip counts, else the constant that the
-loop's condition compares with.
+loop's condition compares with. Bytes are those of the device's main memory: a TPU's compiler keeps many arrays in VMEM
+and writes a memory space, `S(1)`, into their layouts.
 """
 
 from __future__ import annotations
@@ -25,19 +26,25 @@ SLICES = {"dynamic-slice", "slice", "gather"}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)( \(.*\) -> .*)? \{$")
 _INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*)$")
-_SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of a result: element type and dimensions."""
+    """One array of a result: element type, dimensions, and whether it lies in main memory."""
 
     dtype: str
     dimensions: tuple[int, ...]
+    in_main_memory: bool = True
 
     @property
     def bytes(self) -> float:
         return BYTES.get(self.dtype, 1) * math.prod(self.dimensions)
+
+    @property
+    def moved(self) -> float:
+        """Bytes between main memory and the chip when it is read or written."""
+        return self.bytes if self.in_main_memory else 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,10 @@ class Instruction:
     @property
     def bytes(self) -> float:
         return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def moved(self) -> float:
+        return sum(shape.moved for shape in self.shapes)
 
     def attribute(self, name: str) -> str | None:
         found = re.search(rf"\b{name}=%?([^\s,]+)", self.attributes)
@@ -148,7 +159,7 @@ class Program:
             kind = op.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 own.collectives[kind] = 1
-                own.collective_bytes[kind] = int(max(_operand_bytes(op, scope), _result_bytes(op)))
+                own.collective_bytes[kind] = int(max(sum(x.bytes for x in _operands(op, scope)), _result_bytes(op)))
         return own
 
     def trip_count(self, loop: Instruction) -> int:
@@ -170,8 +181,8 @@ class Program:
 
     def _read(self, scope: Computation, parameter: Instruction) -> float:
         """How many bytes of its parameter a fused computation reads, fusions inside it included."""
-        total = 0.0
-        for use, name in _through_bitcasts(parameter, scope):
+        total, most = 0.0, parameter.moved
+        for use, name in _through_bitcasts(parameter, scope) if most else ():
             first = use.operands[0] == name
             if use.opcode == "fusion":
                 inner = self.computations[_called(use, "calls")]
@@ -182,8 +193,8 @@ class Program:
             elif use.opcode in SLICES and first:
                 total += use.bytes
             elif not (use.opcode == "dynamic-update-slice" and first):
-                total += parameter.bytes
-        return min(total, parameter.bytes)
+                total += most
+        return min(total, most)
 
 
 def _through_bitcasts(op: Instruction, scope: Computation) -> list[tuple[Instruction, str]]:
@@ -197,27 +208,32 @@ def _through_bitcasts(op: Instruction, scope: Computation) -> list[tuple[Instruc
 
 def _written(root: Instruction, scope: Computation) -> float:
     if root.opcode == "dynamic-update-slice":
-        return scope[root.operands[1]].bytes
+        return scope[root.operands[1]].bytes if root.moved else 0.0
     if root.opcode == "tuple":
         return sum(_written(scope[name], scope) for name in root.operands)
     if root.opcode == "bitcast" and root.operands[0] in scope:
         return _written(scope[root.operands[0]], scope)
-    return root.bytes
+    return root.moved
 
 
 def _moved(op: Instruction, scope: Computation) -> float:
     """Bytes an unfused instruction reads and writes."""
     if op.opcode in FREE or op.opcode.endswith("-done"):
         return 0.0
-    if op.opcode in SLICES:
-        return 2 * op.bytes
+    operands = _operands(op, scope)
+    if op.opcode in SLICES and operands:
+        return op.moved + (op.bytes if operands[0].moved else 0.0)
     if op.opcode == "dynamic-update-slice":
-        return 2 * scope[op.operands[1]].bytes
-    return _operand_bytes(op, scope) + _result_bytes(op)
+        part = operands[1]
+        return part.moved + (part.bytes if op.moved else 0.0)
+    if op.opcode == "copy-start":
+        return operands[0].moved + op.shapes[0].moved
+    result = max((s.moved for s in op.shapes), default=0.0) if op.opcode.endswith("-start") else op.moved
+    return sum(x.moved for x in operands) + result
 
 
-def _operand_bytes(op: Instruction, scope: Computation) -> float:
-    return sum(scope[name].bytes for name in op.operands if name in scope)
+def _operands(op: Instruction, scope: Computation) -> list[Instruction]:
+    return [scope[name] for name in op.operands if name in scope]
 
 
 def _result_bytes(op: Instruction) -> float:
@@ -280,7 +296,8 @@ def _parse(line: str) -> Instruction | None:
     root, name, rest = bool(match.group(1)), match.group(2), match.group(3)
     end = _close(rest, 0) if rest.startswith("(") else rest.index(" ")
     shapes = tuple(
-        Shape(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _SHAPE.findall(rest[:end])
+        Shape(dtype, tuple(int(n) for n in sizes.split(",") if n), "S(" not in layout)
+        for dtype, sizes, layout in _SHAPE.findall(rest[:end])
     )
     call = rest[end:].lstrip()
     start = call.index("(")
