@@ -2,6 +2,7 @@
 
     python -m blockrank.aot +exp=msmarco topology=v6e:2x4 mesh=doc8
     python -m blockrank.aot +exp=msmarco topology=v6e:2x4 programs=[train] mesh.fsdp=8
+    python -m blockrank.aot +exp=msmarco topology=v6e:2x4 programs=[encode]
 
 Needs the package `libtpu` (extra `tpu`). Weights are shapes only: no memory of the model's size is needed here.
 """
@@ -12,27 +13,32 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from jax.sharding import Mesh
 from rich.console import Console
 
 from blockrank.config import entry
+from blockrank.costs.encoding import CorpusConfig, encoding_programs, summary
 from blockrank.costs.programs import Planned, PromptLengths, ranking_program, training_program
-from blockrank.costs.report import as_json, measure, table
+from blockrank.costs.report import as_json, growth, measure, table
 from blockrank.costs.topology import Topology
 from blockrank.training.recipe import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class AotConfig(TrainConfig):
-    """`configs/aot.yaml`: a training config, whose model, ranker, loss and optimiser are planned for `topology`."""
+    """`configs/aot.yaml`: a training config, whose model, ranker, loss and optimiser are planned for `topology`.
+
+    `encode` plans for `corpus`, over all devices of the topology.
+    """
 
     topology: str
-    programs: tuple[Literal["rank", "train"], ...]
+    programs: tuple[Literal["rank", "train", "encode"], ...]
     depths: tuple[int, ...]
     dtype: Literal["float32", "bfloat16"]
+    corpus: CorpusConfig
     prompt_lengths: PromptLengths = field(default_factory=PromptLengths)
     report: Path | None = None
 
@@ -47,21 +53,28 @@ def main(config: AotConfig) -> int:
 def plan(config: AotConfig, console: Console) -> None:
     """Compiles the programs one by one and prints a table of all."""
     topology = Topology.of(config.topology)
-    mesh = config.mesh.make(topology.devices)
+    encoding = encoding_programs(config.corpus, topology.devices) if "encode" in config.programs else []
     rows = []
-    for planned in _programs(config, mesh):
+    for planned in chain(_list_programs(config, topology), (batches.planned for batches in encoding)):
         text = config.report and config.report.with_name(f"{config.report.stem}.{len(rows)}.hlo.txt")
         rows.append(measure(planned, text))
         console.print(table(rows[-1:], topology.chip).splitlines()[-1], markup=False)
     console.print(f"\n{config.topology}, mesh {config.mesh}, per chip:\n", markup=False)
-    console.print(table(rows, topology.chip), markup=False)
+    for text in filter(None, (table(rows, topology.chip), growth(rows))):
+        console.print(f"{text}\n", markup=False)
+    if encoding and all(row.error is None for row in rows[-len(encoding) :]):
+        console.print(summary(config.corpus, rows[-len(encoding) :], encoding, topology.chip), markup=False)
     if config.report is not None:
         figures = [as_json(row, topology.chip) for row in rows]
         config.report.write_text(json.dumps({"topology": config.topology, "mesh": str(config.mesh), "rows": figures}))
-        console.print(f"\nreport: {config.report}", markup=False)
+        console.print(f"report: {config.report}", markup=False)
 
 
-def _programs(config: AotConfig, mesh: Mesh) -> Iterator[Planned]:
+def _list_programs(config: AotConfig, topology: Topology) -> Iterator[Planned]:
+    """Those over lists, which run on the configured mesh."""
+    if set(config.programs) <= {"encode"}:
+        return
+    mesh = config.mesh.make(topology.devices)
     if "rank" in config.programs:
         decoder = config.model.decoder_config()
         for depth in config.depths:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
 from blockrank.aot import AotConfig, plan
 from blockrank.chips import CHIPS, chip_of
 from blockrank.config import build, compose
+from blockrank.costs.encoding import encoder_flops, encoding_programs, summary
 from blockrank.costs.programs import PromptLengths, block_flops, training_program
-from blockrank.costs.report import ProgramCosts, table
+from blockrank.costs.report import ProgramCosts, growth, table
 from blockrank.costs.topology import Topology
 from blockrank.errors import UserError
 from blockrank.models.config import DecoderConfig
+from blockrank.models.hf_encoder import parse_config
 from blockrank.parallel import MeshConfig
 
 TINY = ["model=tiny", "ranker.row_length=256", "prompt_lengths.prefix=32", "prompt_lengths.suffix=16"]
@@ -31,16 +36,56 @@ def test_ranking_compiles_for_a_slice(tmp_path: Path) -> None:
     pytest.importorskip("libtpu", reason="needs the extra `tpu`")
     report = tmp_path / "report.json"
     console = Console(record=True, width=400)
-    wanted = config("topology=v6e:2x2", "mesh.doc=4", "depths=[40]", f"report={report}")
-    plan(wanted, console)
+    sizes = ["model.config.hidden_size=256", "model.config.intermediate_size=1024", "model.config.head_dim=16"]
+    plan(config("topology=v6e:2x2", "mesh.doc=4", "depths=[40]", f"report={report}", *sizes), console)
     (row,) = json.loads(report.read_text())["rows"]
     assert row["error"] is None
     assert row["blocks"] == 2
-    assert 1 <= row["flops"] / row["ideal_flops"] < 2
+    assert 1 <= row["flops"] / row["ideal_flops"] < 1.2
     assert row["collectives"]["all-reduce"] >= row["blocks"]
     assert 0 < row["total_bytes"] < CHIPS["v6e"].memory
     assert row["roofline_seconds"] > 0
     assert "rank N=40" in console.export_text()
+    text = (tmp_path / "report.0.hlo.txt").read_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 3, "prefix, rows and suffix by kernels"
+
+
+def test_encoding_compiles_for_a_slice_and_extrapolates() -> None:
+    pytest.importorskip("libtpu", reason="needs the extra `tpu`")
+    console = Console(record=True, width=400)
+    sizes = [f"corpus.config.{key}={value}" for key, value in (("dim", 32), ("hidden_dim", 64), ("n_heads", 2))]
+    few = ["corpus.longest=24", "corpus.tokens=16", "corpus.shard_size=500", "corpus.batch_tokens=4096"]
+    plan(config("topology=v6e:2x2", "programs=[encode]", *sizes, *few, "corpus.config.n_layers=1"), console)
+    text = console.export_text()
+    assert "encode 168 x 24" in text
+    (rate,) = re.findall(r"([\d,]+) passages/s of 16 tokens on average on 4 chips; 8,841,823 passages", text)
+    assert int(rate.replace(",", "")) > 0
+
+
+def test_batches_of_a_corpus_hold_every_passage() -> None:
+    """FLOPs of real tokens add up to those of all passages, and no batch has fewer in its padded shape."""
+    corpus = config("corpus.shard_size=3000").corpus
+    batches = encoding_programs(corpus, jax.devices())
+    sizes = parse_config(corpus.config)
+    needed = sum(each.count * each.planned.ideal_flops for each in batches)
+    assert needed == pytest.approx(encoder_flops(sizes, corpus.lengths()))
+    assert all(each.planned.ideal_flops <= each.planned.layout_flops for each in batches)
+    weights = 768 * (4 * 768 + 2 * 3072)
+    assert encoder_flops(sizes, np.array([10, 20])) == 6 * (2 * weights * 30 + 4 * 768 * (100 + 400))
+    row = replace(ROW, flops=0.0, bytes=1.64e9)
+    text = summary(corpus, [row] * len(batches), batches, CHIPS["v6e"])
+    count = sum(each.count for each in batches)
+    assert f"{3000 / count * 1000:,.0f} passages/s" in text
+
+
+ROW = ProgramCosts("rank N=1", "1 x 2", 3, 4, 1e12, 2e12, 1.0)
+
+
+def test_growth_leaves_out_what_does_not_grow() -> None:
+    rows = [replace(ROW, documents=n, flops=5e9 + n * 1e9, fixed_flops=5e9) for n in (50, 100, 150, 400)]
+    assert growth(rows).splitlines()[2:] == ["| 50 to 100 | 1.909 | 2.000 |"]
+    assert growth(rows[2:]) == ""
+    assert growth([replace(row, error="RESOURCE_EXHAUSTED") for row in rows]) == ""
 
 
 def test_ideal_flops_count_weights_and_visible_pairs() -> None:
@@ -63,7 +108,8 @@ def test_prompts_have_the_lengths_asked_for() -> None:
 
 def test_totals_and_the_roofline() -> None:
     chip = CHIPS["v6e"]
-    row = ProgramCosts("rank N=1", "1 x 2", 3, 4, 1e12, 2e12, 1.0, 100, 20, 10, 30, 5, 9.18e12, 1.64e9)
+    held = {"argument_bytes": 100, "output_bytes": 20, "alias_bytes": 10, "temporary_bytes": 30, "code_bytes": 5}
+    row = replace(ROW, **held, flops=9.18e12, bytes=1.64e9)
     assert row.total_bytes == 145
     assert row.seconds(chip) == pytest.approx(0.01)
     sent = replace(row, collectives={"all-reduce": 2}, collective_bytes={"all-reduce": int(chip.link_rate)})
@@ -82,6 +128,19 @@ def test_chips_by_kind() -> None:
     assert chip_of("TPU v6 lite") is CHIPS["v6e"]
     assert chip_of("cpu") is None
     assert all(math.isfinite(chip.flops * chip.memory_rate) for chip in CHIPS.values())
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v6e:1x1", 1), ("v6e:1x2", 2), ("v6e:2x4", 8), ("v5p:2x2x2", 8)])
+def test_slices_of_any_size(name: str, devices: int) -> None:
+    pytest.importorskip("libtpu", reason="needs the extra `tpu`")
+    assert len(Topology.of(name).devices) == devices
+
+
+@pytest.mark.parametrize("name", ["v6e", "v6e:two", "v6e:3x3"])
+def test_slices_that_do_not_exist_are_refused(name: str) -> None:
+    pytest.importorskip("libtpu", reason="needs the extra `tpu`")
+    with pytest.raises(UserError, match=f"topology='{name}'"):
+        Topology.of(name)
 
 
 def test_what_cannot_be_planned_is_told() -> None:

@@ -39,9 +39,7 @@ class PromptLengths:
 
     def draw(self, documents: int) -> PromptSegments:
         """A prompt of that many documents; its tokens are all 1."""
-        rng = np.random.default_rng(0)
-        drawn = rng.gamma(6.25, self.document / 6.25, documents)
-        lengths = np.clip(np.rint(drawn * documents * self.document / max(drawn.sum(), 1)), 1, self.longest).astype(int)
+        lengths = draw_lengths(documents, self.document, self.longest)
         ones = [np.ones(n, np.int32) for n in (self.prefix, *lengths, self.suffix)]
         return PromptSegments(
             prefix=ones[0],
@@ -55,12 +53,19 @@ class PromptLengths:
         )
 
 
+def draw_lengths(count: int, mean: int, longest: int) -> np.ndarray:
+    """Tokens of passages, int [count], as `PromptLengths` says."""
+    drawn = np.random.default_rng(0).gamma(6.25, mean / 6.25, count)
+    return np.clip(np.rint(drawn * count * mean / max(drawn.sum(), 1)), 1, longest).astype(int)
+
+
 @dataclass(frozen=True)
 class Planned:
     """A program ready to compile: `function.lower(*arguments)` under the mesh.
 
     `ideal_flops` is the least work of one device: products of weights and of visible pairs, on real tokens only, with
-    prefix and suffix on every device and documents dealt evenly. `layout_flops` counts padded tokens too.
+    prefix and suffix on every device and documents dealt evenly. `layout_flops` counts padded tokens too. Of lists of
+    `documents`, `fixed_flops` are those of prefix and suffix, padding included, that do not grow with the documents.
     """
 
     name: str
@@ -71,6 +76,8 @@ class Planned:
     blocks: int
     ideal_flops: float
     layout_flops: float
+    documents: int = 0
+    fixed_flops: float = 0.0
 
     def compile(self) -> Any:
         with jax.set_mesh(self.mesh):
@@ -89,7 +96,7 @@ def ranking_program(
     layout = settings.lay_out([segments] * lists, shards=shards)
     arguments = place_parameters(nnx.state(model), mesh), spread_lists(abstract(layout), mesh)
     own = [len(segments.prefix), sum(map(len, segments.documents)) / shards, len(segments.suffix)]
-    attended = _visible_pairs(segments, shards)
+    attended, apart = _visible_pairs(segments, shards), visible_pairs(replace(segments, documents=()))
     shape = layout.shape
     tensor = mesh.shape["tensor"]
     return Planned(
@@ -101,6 +108,8 @@ def ranking_program(
         blocks=layer,
         ideal_flops=layer * block_flops(decoder, sum(own), attended) / tensor,
         layout_flops=layer * block_flops(decoder, shape.tokens, attended) / tensor,
+        documents=documents,
+        fixed_flops=layer * block_flops(decoder, shape.prefix + shape.suffix, apart) / tensor,
     )
 
 

@@ -44,6 +44,8 @@ class ProgramCosts:
     ideal_flops: float
     layout_flops: float
     compile_seconds: float
+    documents: int = 0
+    fixed_flops: float = 0.0
     argument_bytes: int = 0
     output_bytes: int = 0
     alias_bytes: int = 0
@@ -77,6 +79,8 @@ def measure(planned: Planned, text: Path | None = None) -> ProgramCosts:
         "blocks": planned.blocks,
         "ideal_flops": planned.ideal_flops,
         "layout_flops": planned.layout_flops,
+        "documents": planned.documents,
+        "fixed_flops": planned.fixed_flops,
     }
     try:
         compiled = planned.compile()
@@ -109,6 +113,21 @@ def table(rows: Sequence[ProgramCosts], chip: Chip) -> str:
     """A Markdown table, one line per program."""
     lines = ["| " + " | ".join(HEADINGS.values()) + " |", "| --- | --- |" + " ---: |" * (len(HEADINGS) - 2)]
     return "\n".join([*lines, *(_line(row, chip) for row in rows)])
+
+
+def growth(rows: Sequence[ProgramCosts]) -> str:
+    """A Markdown table of how FLOPs grow where documents double: all of them, and without `fixed_flops`.
+
+    Empty where no depth is twice another.
+    """
+    known = {row.documents: row for row in rows if row.documents and row.error is None}
+    lines = []
+    for documents, row in sorted(known.items()):
+        if (double := known.get(2 * documents)) is not None:
+            ratios = double.flops / row.flops, (double.flops - double.fixed_flops) / (row.flops - row.fixed_flops)
+            lines.append(f"| {documents} to {2 * documents} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+    head = ["| documents doubled | all FLOP | the documents' |", "| --- | ---: | ---: |"]
+    return "\n".join([*head, *lines]) if lines else ""
 
 
 def as_json(row: ProgramCosts, chip: Chip) -> dict[str, Any]:
