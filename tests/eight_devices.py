@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 from flax import nnx
 from strategies import HASTE, random_prompt, tiny_config, tiny_decoder
 from test_attention_ranker import SETTINGS, decoder, encoder, listed, passages, scored
+from test_eval import collection as animals  # noqa: F401
+from test_eval import evaluate
 
 from blockrank.api import Reranker
 from blockrank.attention import pallas_tpu
@@ -197,6 +200,18 @@ def test_the_public_class_takes_a_mesh_by_name() -> None:
     many = Reranker(make_ranker(source, **options, mesh=open_mesh("doc8"))).rank(query, docs)
     assert [r.index for r in many] == [r.index for r in one]
     np.testing.assert_allclose([r.score for r in many], [r.score for r in one], rtol=0, atol=TOLERANCE)
+
+
+def test_the_eval_command_writes_the_run_of_one_device(tmp_path: Path, animals: Path) -> None:  # noqa: F811
+    """`mesh=doc8`: the same documents in the same order, and scores within the tolerance."""
+    runs = {}
+    for mesh in ("single", "doc8"):
+        held_out, _ = evaluate(animals, tmp_path / mesh, f"mesh={mesh}", "baseline=false")
+        runs[mesh] = [line.split() for line in held_out.runs["attention"].read_text().splitlines()]
+    one, many = runs["single"], runs["doc8"]
+    assert len(one) == 6
+    assert [line[:4] for line in many] == [line[:4] for line in one]
+    np.testing.assert_allclose([float(line[4]) for line in many], [float(line[4]) for line in one], rtol=0, atol=1e-5)
 
 
 def test_what_cannot_be_spread_is_told() -> None:
