@@ -190,23 +190,26 @@ class TokenLayout:
         )
 
     def split(self, shards: int) -> TokenLayout:
-        """The same lists with their rows dealt to `shards` streams each (host only). Rows must divide."""
+        """The same lists with their rows, padded to a multiple, dealt to `shards` streams each (host only)."""
         shape = self.shape
-        if shape.shards != 1 or shape.rows % shards:
-            raise ValueError(f"{shape.rows} rows in {shape.shards} shards do not split into {shards}")
+        if shape.shards != 1:
+            raise ValueError(f"a layout in {shape.shards} shards is split already")
         lists, (first, last) = len(self.tokens), (self.prefix, self.suffix)
+        rows = -(-shape.rows // shards)
+        spare = (rows * shards - shape.rows) * shape.row_length
 
-        def stream(values: np.ndarray) -> np.ndarray:
-            rows = values[:, self.rows].reshape(lists, shards, -1).swapaxes(0, 1).reshape(shards * lists, -1)
-            return np.concatenate([repeat(values[:, first]), rows, repeat(values[:, last])], axis=1)
+        def stream(values: np.ndarray, padding: int = 0) -> np.ndarray:
+            dealt = np.pad(values[:, self.rows], ((0, 0), (0, spare)), constant_values=padding)
+            dealt = dealt.reshape(lists, shards, -1).swapaxes(0, 1).reshape(shards * lists, -1)
+            return np.concatenate([repeat(values[:, first]), dealt, repeat(values[:, last])], axis=1)
 
         def repeat(values: np.ndarray) -> np.ndarray:
             return np.tile(values, (shards, 1))
 
         return TokenLayout(
-            *(stream(values) for values in (self.tokens, self.positions, self.segment_ids)),
+            *(stream(self.tokens), stream(self.positions), stream(self.segment_ids, PAD)),
             *(repeat(values) for values in (self.signals, self.labels, self.document_mask)),
-            shape=replace(shape, rows=shape.rows // shards, shards=shards),
+            shape=replace(shape, rows=rows, shards=shards),
             sequential=self.sequential,
         )
 

@@ -15,6 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ LISTS = ("data", "fsdp")
 """The axes that lists are spread over."""
 BATCH = PartitionSpec(("doc", *LISTS))
 """Axis 0 of a batch: its entries are the first shard of every list, then the second of every list, ..."""
+FACTORED = ("v_row", "v_col")
+"""Second moments of optax's Adafactor: means over the longest dimension of a parameter, over its second longest."""
 REST = -1
 """As the size of a mesh axis: all devices that the other axes leave."""
 
@@ -90,6 +93,12 @@ class MeshConfig:
             log.info("mesh %s uses %d of %d devices", self, used, len(devices))
         return Mesh(np.asarray(devices[:used]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
+    def abstract(self) -> AbstractMesh:
+        """A mesh of these sizes over devices that need not be there; where one takes the rest, over those present."""
+        known = math.prod(getattr(self, axis) for axis in AXES if getattr(self, axis) != REST)
+        sizes = self.sizes(max(known, jax.device_count()))
+        return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
 
 def open_mesh(mesh: Mesh | MeshConfig | str | None) -> Mesh | None:
     """A mesh from a name in `configs/mesh`, its sizes, or itself; None for one device. Raises `UserError`."""
@@ -100,6 +109,15 @@ def open_mesh(mesh: Mesh | MeshConfig | str | None) -> Mesh | None:
     if mesh is not None and mesh.axis_names != AXES:
         raise UserError(f"the mesh has axes {mesh.axis_names}; blockrank's are {AXES}, in this order")
     return mesh
+
+
+def host_memory() -> AbstractContextManager[Any]:
+    """While it is open, new arrays are made in the host's memory, not on the first accelerator."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        log.warning("JAX has no CPU backend, so weights are read into the first device: add cpu to JAX_PLATFORMS")
+        return nullcontext()
 
 
 def named_mesh(name: str) -> MeshConfig:
@@ -153,36 +171,111 @@ def spread_parameters(tree: T) -> T:
     return jax.tree_util.tree_map_with_path(hold, tree)
 
 
-def place_state(state: T, parameters: Any, mesh: Mesh) -> T:
-    """Shapes of a training state, placed: what has the path and shape of a parameter, as moments do, lies as it does.
+def spread_state(state: T, parameters: Any) -> T:
+    """Under a mesh, a traced training state held to the devices that `place_state` gives it."""
+    mesh = active_mesh()
+    if mesh is None:
+        return state
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, _state_specs(state, parameters, mesh))
 
-    `parameters`: the nested dict of parameters or their shapes. All else is on every device.
+
+def place_state(state: T, parameters: Any, mesh: Mesh | AbstractMesh) -> T:
+    """Shapes of a training state, placed: what is shaped like the parameter whose path it has lies as that does.
+
+    So do moments that Adafactor factors, over the axes they keep. `parameters`: the nested dict of parameters or their
+    shapes; of one in the state, the leading (layer) dimension may be cut. All else is on every device.
     """
-    specs = {
-        (_name(path), leaf.shape): parameter_spec(_name(path), leaf.shape, mesh)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
-    }
 
-    def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        keys = _name(path).split(".")
-        ends = ((".".join(keys[i:]), leaf.shape) for i in range(len(keys)))
-        spec = next((specs[end] for end in ends if end in specs), PartitionSpec())
+    def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree.map(place, state, _state_specs(state, parameters, mesh))
+
+
+def _state_specs(state: T, parameters: Any, mesh: Mesh | AbstractMesh) -> T:
+    shapes = {_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)}
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        keys = _name(path).split(".")
+        name = next((end for i in range(len(keys)) if (end := ".".join(keys[i:])) in shapes), None)
+        if name is None or not leaf.shape or not shapes[name]:
+            return PartitionSpec()
+        whole = shapes[name]
+        if leaf.ndim == len(whole) and leaf.shape[1:] == whole[1:]:
+            return parameter_spec(name, leaf.shape, mesh)
+        if len(whole) < 2:
+            return PartitionSpec()
+        whole = whole if len(whole) == 2 else (leaf.shape[0], *whole[1:])
+        for moment, axis in zip(FACTORED, np.argsort(whole)[-2:][::-1], strict=True):
+            if moment in keys and leaf.shape == tuple(np.delete(whole, axis)):
+                kept = [*parameter_spec(name, whole, mesh), *[None] * len(whole)][: len(whole)]
+                return PartitionSpec(*kept[:axis], *kept[axis + 1 :])
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, state)
 
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def place_arrays(tree: T, placed: T) -> T:
+    """Copies of arrays that this host holds whole, as `placed` shapes say; each device is sent its part alone."""
+
+    def place(leaf: Any, wanted: Any) -> jax.Array:
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, wanted.sharding, lambda index: np.array(whole[index]))
+
+    return jax.tree.map(place, tree, placed)
+
+
+def list_part(mesh: Mesh | None) -> tuple[int, int]:
+    """(index, count): which of `count` equal consecutive parts of every batch's lists this host's devices read.
+
+    Raises `UserError` for a mesh that deals them otherwise.
+    """
+    if mesh is None or jax.process_count() == 1:
+        return 0, 1
+    groups, own = math.prod(mesh.shape[axis] for axis in LISTS), _own_groups(mesh)
+    if groups % len(own) or own[0] % len(own) or own != list(range(own[0], own[0] + len(own))):
+        raise UserError(
+            f"mesh {dict(mesh.shape)}: a host has the list groups {own} of {groups}, not its share in a row"
+        )
+    return own[0] // len(own), groups // len(own)
+
+
+def _own_groups(mesh: Mesh) -> list[int]:
+    """The places along `LISTS`, flattened, of this host's devices."""
+    devices: list[Any] = list(mesh.devices.flat)
+    places = zip(np.ndindex(mesh.devices.shape), devices, strict=True)
+    own = {place for place, device in places if device.process_index == jax.process_index()}
+    return sorted({data * mesh.shape["fsdp"] + fsdp for data, fsdp, _, _ in own})
+
+
 def spread_lists(batch: T, mesh: Mesh) -> T:
-    """A host batch, or its shapes, placed on the mesh; every leaf has the entries on axis 0."""
+    """A host batch, or its shapes, placed on the mesh; every leaf has the entries on axis 0.
+
+    On several hosts, `batch` holds this host's `list_part` of the lists in all shards, and the result all lists.
+    """
     sharding = NamedSharding(mesh, BATCH)
+    part, parts = list_part(mesh)
 
     def place(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.device_put(leaf, sharding)
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, sharding)
+        values = np.asarray(leaf)
+        lists, size = (
+            len(values) // mesh.shape["doc"],
+            len(values) * parts // math.prod(mesh.shape[a] for a in BATCH[0]),
+        )
+
+        def read(index: Any) -> np.ndarray:
+            shard, first = divmod(index[0].start or 0, lists * parts)
+            start = (shard - part) * lists + first
+            return values[start : start + size]
+
+        return jax.make_array_from_callback((len(values) * parts, *values.shape[1:]), sharding, read)
 
     return jax.tree.map(place, batch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from blockrank.evaluation.metrics import parse_measure
 from blockrank.layout import LayoutShape
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import weights_fingerprint
+from blockrank.parallel import host_memory, list_part, open_mesh
 from blockrank.prompts.encode import PromptEncoder
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker
@@ -67,10 +69,11 @@ def main(config: TrainConfig) -> int:
 
 def train(config: TrainConfig, console: Console) -> TrainResult:
     """Trains, draws the curves, and with `config.test` measures first stage, initial and trained model."""
-    if not config.mesh.single:
-        raise UserError(f"mesh {config.mesh}: training runs on one device so far; set mesh=single")
     check_measures(config)
+    mesh = open_mesh(config.mesh)
     decoder = config.model.decoder_config()
+    if mesh is not None:
+        config.check_mesh(mesh)
     layer = config.ranker.layer_of(decoder)
     config = replace(config, ranker=replace(config.ranker, score_layer=layer))
     tokenizer = config.model.load_tokenizer()
@@ -84,8 +87,11 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     draw = partial(lists.sample, num_candidates=config.lists.num_candidates, seed=config.seed)
     batches = batches.fitted(draw(int(index), 0) for index in sample)
     settings = config.trainer
+    part, parts = list_part(mesh)
     iterator = training_iterator(
         lists,
+        shard_index=part,
+        shard_count=parts,
         num_candidates=config.lists.num_candidates,
         batch_size=settings.batch_size,
         seed=config.seed,
@@ -94,7 +100,8 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     )
     total_steps = settings.total_steps or iterator.num_steps
     assert total_steps is not None
-    model = config.model.load(config.seed)
+    with host_memory() if mesh is not None else nullcontext():
+        model = config.model.load(config.seed)
     if model.config != decoder:
         raise UserError("model.config differs from the config of the weights at model.path")
     if config.model.kind == "pretrained":
@@ -103,7 +110,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         f"{count_parameters(split_model(model)[1]):,} parameters, score layer {layer}; {len(lists):,} training lists "
         f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
     )
-    ranker = AttentionRanker(model, encoder, config.ranker)
+    ranker = AttentionRanker(model, encoder, config.ranker, mesh=mesh)
     if batches.shape is not None:
         ranker.note_positions(config.ranker.positions(batches.shape))
     held_out = (
@@ -129,6 +136,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         tracker=config.tracker,
         validate=_validation(collection, config, ranker),
         record=_record(config, encoder, model, batches.shape, total_steps),
+        mesh=mesh,
     )
     result = trainer.run()
     plot = plot_curves(result.metrics, config.output_dir / "curves.png") if jax.process_index() == 0 else None

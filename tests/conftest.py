@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,28 @@ def shared_parity() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no parity files at {folder} (set BLOCKRANK_PARITY)")
     return folder
+
+
+@pytest.fixture
+def run_on_eight_devices() -> Callable[[str], None]:
+    """Runs a file of tests in a process with eight CPU devices."""
+
+    def run(file: str) -> None:
+        flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}", "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert "passed" in done.stdout
+        if "skipped" in done.stdout:
+            pytest.skip(done.stdout.splitlines()[-1])
+
+    return run
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_what_cannot_be_planned_is_told() -> None:
     with pytest.raises(UserError, match="chip 'v9' is unknown: choose one of v5e"):
         Topology.of("v9:2x2")
     wanted, mesh = config("trainer.batch_size=3", "trainer.accumulation=1"), _WideMesh(MeshConfig().make())
-    with pytest.raises(UserError, match=r"trainer.batch_size / trainer.accumulation"):
+    with pytest.raises(UserError, match=r"trainer.batch_size=3 in trainer.accumulation=1 micro-batches"):
         training_program(wanted, mesh)
 
 

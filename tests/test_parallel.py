@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -65,6 +63,10 @@ def test_axes_are_positive_and_one_may_take_the_rest() -> None:
 
 def test_meshes_by_name() -> None:
     assert named_mesh("doc8") == MeshConfig(data=-1, doc=8)
+    assert named_mesh("v6e-8").sizes(8) == (1, 8, 1, 1)
+    assert named_mesh("v6e-64").sizes(64) == (1, 32, 2, 1)
+    with pytest.raises(UserError, match="needs a multiple of 64 devices, but 96 are present"):
+        named_mesh("v6e-64").sizes(96)
     assert named_mesh("single").single
     assert open_mesh(None) is open_mesh("single") is open_mesh(MeshConfig()) is None
     with pytest.raises(UserError, match="mesh='doc7' is unknown: choose one of doc8"):
@@ -115,6 +117,38 @@ def test_moments_lie_as_their_parameters_do() -> None:
     placed = place_state({"momentum": (params,), "rows": rows}, params, mesh)
     assert placed["momentum"][0]["head"]["kernel"].sharding.spec == PartitionSpec("fsdp", "tensor")
     assert placed["rows"]["head"]["kernel"].sharding.spec == PartitionSpec()
+
+
+def test_factored_moments_lie_over_the_axes_they_keep() -> None:
+    """The names and shapes are optax's own: `v_row` is the mean over the longest dimension, `v_col` over the second."""
+    shapes = {
+        "embed": {"embedding": (512, 128)},
+        "head": {"kernel": (128, 8)},
+        "mlp": {"down": {"kernel": (3, 256, 128)}, "up": {"kernel": (3, 128, 256)}},
+    }
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: type(s) is tuple)
+    cut = jax.tree.map(lambda p: jax.ShapeDtypeStruct((2, *p.shape[1:]), p.dtype), params["mlp"])
+    rule = optax.adafactor(1.0, momentum=0.9)
+    state = jax.eval_shape(rule.init, {**params, "mlp": cut})
+    placed = place_state(state, params, abstract_mesh(fsdp=2, tensor=4))
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): (leaf.shape, leaf.sharding.spec)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(placed)
+    }
+    moments = {name.split("v_")[1]: spread for name, spread in found.items() if "v_" in name}
+    assert moments["row.mlp.up.kernel"] == ((2, 128), PartitionSpec(None, "fsdp"))
+    assert moments["col.mlp.up.kernel"] == ((2, 256), PartitionSpec(None, "tensor"))
+    assert moments["row.mlp.down.kernel"] == ((2, 128), PartitionSpec(None, "fsdp"))
+    assert moments["col.mlp.down.kernel"] == ((2, 256), PartitionSpec(None, "tensor"))
+    assert moments["row.embed.embedding"] == ((128,), PartitionSpec("fsdp"))
+    assert moments["col.embed.embedding"] == ((512,), PartitionSpec("tensor"))
+    assert moments["row.head.kernel"] == ((1,), PartitionSpec())
+    momenta = [
+        spec
+        for name, (shape, spec) in found.items()
+        if "v_" not in name and name.endswith("up.kernel") and len(shape) > 1
+    ]
+    assert momenta == [PartitionSpec(None, "fsdp", "tensor")]
 
 
 def lay_out(batch, **options) -> TokenLayout:
@@ -251,19 +285,6 @@ def test_what_the_kernel_cannot_take_of_a_shard_is_computed_by_xla(caplog: pytes
     assert [r.getMessage() for r in caplog.records] == ["pallas_tpu cannot take head_dim 8: computed by xla"]
 
 
-def test_several_devices_compute_what_one_does() -> None:
-    """`eight_devices.py`, in a process with eight CPU devices."""
+def test_several_devices_compute_what_one_does(run_on_eight_devices: Callable[[str], None]) -> None:
     assert tiny_config().vocab_size == VOCABULARY
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "eight_devices.py"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
-    if "skipped" in done.stdout:
-        pytest.skip(done.stdout.splitlines()[-1])
+    run_on_eight_devices("eight_devices.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from blockrank.costs.flops import block_weights, visible_pairs
-from blockrank.errors import UserError
 from blockrank.layout import LayoutShape
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
@@ -116,17 +116,9 @@ def ranking_program(
 def training_program(config: TrainConfig, mesh: Mesh) -> Planned:
     """One optimiser step on lists as long as the limits allow; its ideal is 3 forward passes (4 with remat)."""
     decoder = config.model.decoder_config()
-    check_heads(decoder, mesh)
-    if mesh.shape["doc"] > 1:
-        raise UserError("a training step is planned over data, fsdp and tensor: set mesh.doc=1")
-    groups = int(np.prod([mesh.shape[axis] for axis in LISTS]))
-    micro = config.trainer.batch_size // config.trainer.accumulation
-    if micro % groups:
-        raise UserError(
-            f"micro-batches of {micro} lists (trainer.batch_size / trainer.accumulation) do not divide over {groups} "
-            "groups of devices (mesh.data x mesh.fsdp)"
-        )
-    plan = abstract_step(config)
+    config.check_mesh(mesh)
+    groups = math.prod(mesh.shape[axis] for axis in LISTS)
+    plan = abstract_step(config, mesh)
     shape = plan.shape
     lists = config.trainer.batch_size // groups
     segments = PromptLengths(shape.prefix, 1, 1, shape.suffix).draw(0)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from blockrank.errors import UserError
 from blockrank.models import gguf, hf, hf_encoder
@@ -88,7 +88,7 @@ def cast_parameters(model: M, dtype: jnp.dtype) -> M:
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(dtype), state))
 
 
-def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
+def check_heads(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises `UserError` for a mesh that cannot give each device whole kv heads."""
     if config.num_kv_heads % mesh.shape["tensor"]:
         raise UserError(f"{config.num_kv_heads} kv heads do not divide over tensor={mesh.shape['tensor']} devices")

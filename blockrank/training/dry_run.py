@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from jax.sharding import AbstractMesh, Mesh
 
 from blockrank.attention.visibility import PATTERNS
 from blockrank.config import to_plain
@@ -16,10 +18,11 @@ from blockrank.errors import UserError
 from blockrank.layout import LayoutShape, TokenLayout
 from blockrank.losses import TrainingBatch
 from blockrank.models.loading import abstract_decoder
+from blockrank.parallel import place_state
 from blockrank.prompts.template import PromptTemplate
 from blockrank.training.optimizer import Trainable, make_optimizer
 from blockrank.training.recipe import TrainConfig
-from blockrank.training.state import TrainState, count_parameters, create_state, split_model
+from blockrank.training.state import TrainState, count_parameters, split_model, state_shapes
 from blockrank.training.step import Step, make_train_step, ranking_loss_fn, ranking_share_fn
 
 ANSWER_TOKENS = 8
@@ -27,22 +30,32 @@ ANSWER_TOKENS = 8
 
 
 def dry_run(config: TrainConfig) -> str:
-    """Builds model, optimiser state and step by shapes alone; returns their sizes and the resolved config as text."""
+    """Builds model, optimiser state and step by shapes alone; returns their sizes and the resolved config as text.
+
+    The mesh needs no devices: `mesh.fsdp=8` is planned for eight also where one is present.
+    """
     PromptTemplate.from_config(config.prompt, "prompt")
     decoder = config.model.decoder_config()
-    plan = abstract_step(config)
+    mesh = config.mesh.abstract()
+    config.check_mesh(mesh)
+    plan = abstract_step(config, mesh)
     params, shape = plan.state.params, plan.shape
     trainable = Trainable.of(params, config.optimizer)
-    _, metrics = jax.eval_shape(plan.step, plan.state, plan.batch)
+    with jax.sharding.use_abstract_mesh(mesh):
+        _, metrics = jax.eval_shape(plan.step, plan.state, plan.batch)
     lists, accumulation = config.trainer.batch_size, config.trainer.accumulation
+    on_each = f", on each of {shape.shards} devices" if shape.shards > 1 else ""
+    placed = jax.tree.leaves(place_state(plan.state, params, mesh))
+    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in placed)
     lines = [
         f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as float32), trainable "
         f"{count_parameters(jax.eval_shape(trainable.take, params)):,}",
         f"optimizer state: {_gigabytes(plan.state.optimizer_state)}",
+        f"mesh: {dict(mesh.shape)}; parameters and optimizer state of one device: {own / 1e9:,.2f} GB",
         f"score layer: {config.ranker.layer_of(decoder)} of {decoder.num_layers}",
-        f"tokens per step: {lists * shape.tokens:,} at most, in {accumulation} micro-batches",
-        f"tokens per list: {shape.tokens:,} at most, {lists} lists: prefix {shape.prefix}, {shape.rows} rows of "
-        f"{shape.row_length}, suffix {shape.suffix}",
+        f"tokens per step: {lists * shape.shards * shape.tokens:,} at most, in {accumulation} micro-batches",
+        f"tokens per list: {shape.shards * shape.tokens:,} at most, {lists} lists: prefix {shape.prefix}, "
+        f"{shape.rows} rows of {shape.row_length}, suffix {shape.suffix}{on_each}",
         f"metrics: {', '.join(sorted(metrics))}",
         "",
         yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120),
@@ -60,13 +73,13 @@ class AbstractStep:
     shape: LayoutShape
 
 
-def abstract_step(config: TrainConfig) -> AbstractStep:
-    """Builds model, optimiser state and step by shapes alone."""
+def abstract_step(config: TrainConfig, mesh: Mesh | AbstractMesh) -> AbstractStep:
+    """Builds model, optimiser state and step by shapes alone; the mesh says in how many shards the lists come."""
     decoder = config.model.decoder_config()
     graphdef, params = split_model(abstract_decoder(decoder, jnp.dtype(config.model.dtype)))
     optimizer, schedule = make_optimizer(config.optimizer, config.trainer.total_steps or 10_000)
     trainable = Trainable.of(params, config.optimizer)
-    state = jax.eval_shape(lambda p: create_state(p, optimizer, trainable), params)
+    state = state_shapes(params, optimizer, trainable)
     objective = config.objective(config.ranker.layer_of(decoder))
     step = make_train_step(
         graphdef,
@@ -78,6 +91,8 @@ def abstract_step(config: TrainConfig) -> AbstractStep:
         share_fn=ranking_share_fn(objective),
     )
     shape = largest_shape(config)
+    shards = mesh.shape["doc"]
+    shape = replace(shape, rows=-(-shape.rows // shards), shards=shards)
     return AbstractStep(step, state, _abstract_batch(shape, config), shape)
 
 
@@ -105,7 +120,7 @@ def largest_shape(config: TrainConfig) -> LayoutShape:
 
 def _abstract_batch(shape: LayoutShape, config: TrainConfig) -> TrainingBatch:
     def array(*sizes: int, dtype: Any = np.int32) -> Any:
-        return jax.ShapeDtypeStruct((config.trainer.batch_size, *sizes), dtype)
+        return jax.ShapeDtypeStruct((config.trainer.batch_size * shape.shards, *sizes), dtype)
 
     stream = array(shape.tokens)
     signals, labels = array(shape.signals), array(shape.labels)

@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jax.sharding import AbstractMesh, Mesh
+
+from blockrank.attention.visibility import PATTERNS
 from blockrank.config import to_plain
 from blockrank.data.collection import CollectionConfig
 from blockrank.data.sampling import SamplingConfig
-from blockrank.errors import FieldError, above, at_least, between, not_empty
+from blockrank.errors import FieldError, UserError, above, at_least, between, not_empty
 from blockrank.losses import Objective
+from blockrank.models.loading import abstract_decoder, check_heads, flat_abstract
 from blockrank.models.stack import Remat
-from blockrank.parallel import MeshConfig
+from blockrank.parallel import MeshConfig, parameter_spec
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
 from blockrank.retrieval.lists import ListsConfig
@@ -110,6 +114,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         between(self, 0, 2**32 - 1, "seed")
+
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raises `UserError` for a mesh that model, batch or visibility do not divide over."""
+        decoder = self.model.decoder_config()
+        check_heads(decoder, mesh)
+        for path, leaf in flat_abstract(abstract_decoder(decoder)).items():
+            parameter_spec(path, leaf.shape, mesh)
+        self.trainer.check_mesh(mesh)
+        if mesh.shape["doc"] > 1 and not PATTERNS[self.ranker.visibility].documents_apart:
+            raise UserError(f"ranker.visibility={self.ranker.visibility} lets documents see each other: set mesh.doc=1")
 
     def objective(self, score_layer: int) -> Objective:
         """The loss, read as the ranker reads scores."""

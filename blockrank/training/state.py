@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from blockrank.parallel import place_arrays, place_state
 from blockrank.training.optimizer import Params, Trainable, path_name
 
 
@@ -45,6 +47,27 @@ def create_state(params: Params, optimizer: optax.GradientTransformation, traina
     """Step 0. Works under `jax.eval_shape` for abstract `params`."""
     step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return TrainState(step, skipped, params, optimizer.init(trainable.take(params)))
+
+
+def state_shapes(
+    params: Params, optimizer: optax.GradientTransformation, trainable: Trainable, mesh: Mesh | None = None
+) -> TrainState:
+    """`create_state` by shapes alone, placed on the mesh where there is one. `params` may be abstract."""
+    shapes = jax.eval_shape(lambda p: create_state(p, optimizer, trainable), params)
+    return shapes if mesh is None else place_state(shapes, params, mesh)
+
+
+def place_new_state(
+    params: Params, optimizer: optax.GradientTransformation, trainable: Trainable, mesh: Mesh | None = None
+) -> TrainState:
+    """`create_state`; on a mesh no device ever holds more than its part, and `params` may be host arrays."""
+    if mesh is None:
+        return create_state(params, optimizer, trainable)
+    placed = state_shapes(params, optimizer, trainable, mesh)
+    params = place_arrays(params, placed.params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(placed, params={}))
+    rest = jax.jit(lambda p: replace(create_state(p, optimizer, trainable), params={}), out_shardings=shardings)(params)
+    return replace(rest, params=params)
 
 
 def count_parameters(params: Params) -> int:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from blockrank.errors import UserError
 from blockrank.losses import Objective, TrainingBatch, ranking_loss
-from blockrank.parallel import spread_parameters
+from blockrank.parallel import spread_parameters, spread_state
 from blockrank.training.optimizer import Params, Trainable
 from blockrank.training.state import TrainState
 
@@ -76,6 +76,8 @@ def make_train_step(
 
     Metrics: the loss function's, and `loss`, `grad_norm` (before clipping, of what is trainable), `learning_rate`,
     `finite` (bool). If loss or gradient norm is not finite the parameters and optimiser state stay as they were.
+
+    For a mesh, call it under `jax.set_mesh` with a state as `place_state` and a batch as `spread_lists` places it.
     """
     if accumulation < 1:
         raise UserError(f"accumulation={accumulation} must be at least 1")
@@ -122,7 +124,8 @@ def make_train_step(
         rate = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         metrics = {"loss": loss, **metrics, "grad_norm": grad_norm, "learning_rate": rate, "finite": finite}
         skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
-        return TrainState(state.step + 1, skipped, trainable.put(state.params, part), moments), metrics
+        after = TrainState(state.step + 1, skipped, trainable.put(state.params, part), moments)
+        return spread_state(after, state.params), metrics
 
     return jax.jit(step, donate_argnums=0)
 

@@ -10,18 +10,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from blockrank.config import differences
 from blockrank.errors import UserError, at_least, between
+from blockrank.parallel import LISTS, spread_lists
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
-from blockrank.training.state import TrainState, count_parameters, create_state, split_model
+from blockrank.training.state import TrainState, count_parameters, place_new_state, split_model, state_shapes
 from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
 from blockrank.training.telemetry import Meter
 from blockrank.training.tracking import METRICS_FILE, TrackerSettings, make_trackers
@@ -68,6 +71,16 @@ class TrainerSettings:
         at_least(self, 0, "validate_every", "max_skipped")
         between(self, 0, 1, "max_share_without_positive")
 
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raises `UserError` unless every micro-batch gives all groups of devices as many lists."""
+        groups = math.prod(mesh.shape[axis] for axis in LISTS)
+        if self.batch_size % (self.accumulation * groups):
+            raise UserError(
+                f"trainer.batch_size={self.batch_size} in trainer.accumulation={self.accumulation} micro-batches does "
+                f"not divide over the {groups} groups of devices of mesh.data x mesh.fsdp: make it a multiple of "
+                f"{self.accumulation * groups}"
+            )
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -105,6 +118,9 @@ class Trainer:
 
     Every `full_every`-th step minimises `loss_fn`, the steps between `between`'s, where given.
 
+    With a `mesh`, the state is spread over it (`parallel.RULES`), lists over `data` and `fsdp`, their rows over `doc`;
+    `batches` then holds this host's `list_part` of every batch. `model` may hold host arrays.
+
     `model`'s parameters are consumed (donated to the first step). SIGTERM and SIGINT end the run after
     the current step with a checkpoint; a second SIGINT stops at once.
     """
@@ -126,9 +142,12 @@ class Trainer:
         full_every: int = 1,
         between: tuple[LossFn, ShareFn | None] | None = None,
         validate: Validate | None = None,
+        mesh: Mesh | None = None,
     ):
         self.folder, self.batches, self.total_steps = Path(folder), batches, total_steps
-        self.settings, self.record, self.validate = settings, record, validate
+        self.settings, self.record, self.validate, self.mesh = settings, record, validate, mesh
+        if mesh is not None:
+            settings.check_mesh(mesh)
         self._checkpoint_settings = checkpoints or CheckpointSettings()
         self._tracker_settings = tracker or TrackerSettings()
         self._graphdef, params = split_model(model)
@@ -142,7 +161,8 @@ class Trainer:
         self._full_every = full_every
         self._full_step = step_fn(loss_fn, share_fn)
         self._step_between = self._full_step if between is None else step_fn(*between)
-        self._state = create_state(params, rule, trainable)
+        self._shapes = state_shapes(params, rule, trainable, mesh)
+        self._create = partial(place_new_state, params, rule, trainable, mesh)
         self._stop: int | None = None
         self._pending: _Pending | None = None
         self._seen = self._without_positive = 0
@@ -152,6 +172,9 @@ class Trainer:
         """Trains to the end, or to a signal. Raises `UserError` for a loss that is not finite or unusable data."""
         self._checkpoints = Checkpoints(self.folder / FOLDER, self._checkpoint_settings)
         resumed = self._restore()
+        if resumed is None:
+            self._state = self._create()
+        del self._create  # and with it the initial parameters
         self._trackers = make_trackers(
             self._tracker_settings,
             self.folder,
@@ -191,9 +214,7 @@ class Trainer:
                 f"{self.folder} holds a run with another configuration ({differences(saved, wanted)}): "
                 "choose another output_dir"
             )
-        like = jax.eval_shape(lambda: self._state)
-        like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s.sharding), like, self._state)
-        self._state, data = self._checkpoints.restore(like, latest)
+        self._state, data = self._checkpoints.restore(self._shapes, latest)
         self.batches.set_state(data["iterator"])
         self._seen, self._without_positive = data["seen"], data["without_positive"]
         return latest
@@ -209,7 +230,7 @@ class Trainer:
                 break
             self._count(batch)
             step_fn = self._step_between if step % self._full_every else self._full_step
-            self._state, metrics = step_fn(self._state, jax.device_put(batch.data))
+            self._state, metrics = self._run_step(step_fn, batch)
             step += 1
             self._flush()
             self._pending = _Pending(step, metrics, batch)
@@ -223,6 +244,12 @@ class Trainer:
         self._flush()
         self._save(step)
         return step
+
+    def _run_step(self, step: Step, batch: HostBatch) -> tuple[TrainState, Metrics]:
+        if self.mesh is None:
+            return step(self._state, jax.device_put(batch.data))
+        with jax.set_mesh(self.mesh):
+            return step(self._state, spread_lists(batch.data.split(self.mesh.shape["doc"]), self.mesh))
 
     def _flush(self) -> None:
         """Logs the step before: fetching its numbers then costs no time, the next step already runs."""
