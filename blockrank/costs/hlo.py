@@ -221,8 +221,9 @@ def _moved(op: Instruction, scope: Computation) -> float:
     if op.opcode in FREE or op.opcode.endswith("-done"):
         return 0.0
     operands = _operands(op, scope)
-    if op.opcode in SLICES and operands:
-        return op.moved + (op.bytes if operands[0].moved else 0.0)
+    if op.opcode.removesuffix("-start") in SLICES and operands:
+        part = op.shapes[len(operands) if op.opcode.endswith("-start") else 0]
+        return part.moved + (part.bytes if operands[0].moved else 0.0)
     if op.opcode == "dynamic-update-slice":
         part = operands[1]
         return part.moved + (part.bytes if op.moved else 0.0)
