@@ -53,9 +53,9 @@ class Probe(nnx.Module):
     @staticmethod
     def of(block: Block, config: DecoderConfig) -> Probe:
         probe = nnx.eval_shape(lambda: Probe(config, rngs=nnx.Rngs(0)))
-        kept = nnx.to_flat_state(nnx.state(block))
-        wanted = {path for path, _ in nnx.to_flat_state(nnx.state(probe))}
-        nnx.update(probe, nnx.from_flat_state([(path, leaf) for path, leaf in kept if path in wanted]))
+        probe.attention_norm, whole = block.attention_norm, block.attention
+        for name in ("query", "key", "query_norm", "key_norm"):
+            setattr(probe.attention, name, getattr(whole, name))
         return probe
 
 

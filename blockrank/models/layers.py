@@ -7,6 +7,7 @@ Parameters keep their own dtype (usually float32 masters); computation follows t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,19 @@ from blockrank.models.config import DecoderConfig, RopeConfig
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias` with kernel [in, out]."""
+    """`x @ kernel + bias` with kernel [in, out]; plus `lora(x)` where `blockrank.models.lora` put an adapter there."""
+
+    lora: Any
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = 0.02, rngs: nnx.Rngs):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
+        self.lora = nnx.data(None)
 
     def __call__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
         y = jnp.matmul(x, self.kernel[...].astype(x.dtype), precision=matmul_precision(x.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        y = y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.lora is None else y + self.lora(x)
 
 
 class RMSNorm(nnx.Module):
