@@ -17,9 +17,11 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -147,6 +149,41 @@ def target_platform() -> str:
 def spread_batch(x: jax.Array) -> jax.Array:
     """Under a mesh, `x` with its first axis held to the batch's devices; otherwise `x`."""
     return x if active_mesh() is None else jax.lax.with_sharding_constraint(x, BATCH)
+
+
+def gather_weight(path: str, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Under a mesh, a parameter in `dtype` on every device of the axis `fsdp`; its gradient is scattered over it again.
+
+    Cast before it is sent. Where a layer runs, so that no more than a layer's weights are whole at a time.
+    """
+    mesh = active_mesh()
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return weight
+    parts = parameter_spec(path, weight.shape, mesh)
+    if "fsdp" not in parts:
+        return weight
+    dtype = jnp.dtype(dtype if jnp.issubdtype(weight.dtype, jnp.floating) else weight.dtype)
+    return _gather(weight, dtype.name, weight.dtype.name, parts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(weight: jax.Array, dtype: str, own: str, parts: PartitionSpec) -> jax.Array:
+    del own
+    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts))
+    cast = jax.lax.with_sharding_constraint(weight.astype(dtype), parts)
+    return jax.lax.with_sharding_constraint(cast, whole)
+
+
+def _gather_forward(weight: jax.Array, dtype: str, own: str, parts: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gather(weight, dtype, own, parts), None
+
+
+def _gather_backward(dtype: str, own: str, parts: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    del dtype
+    return (jax.lax.with_sharding_constraint(cotangent, parts).astype(own),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:

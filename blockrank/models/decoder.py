@@ -23,8 +23,8 @@ from blockrank.errors import UserError
 from blockrank.layout import TokenLayout
 from blockrank.models.config import DecoderConfig
 from blockrank.models.layers import Linear, QueryKey, RMSNorm
-from blockrank.models.stack import Block, Remat, layer_windows, scan_blocks, stacked_blocks, take_layers
-from blockrank.parallel import spread_batch
+from blockrank.models.stack import Block, Remat, gathered, layer_windows, scan_blocks, stacked_blocks, take_layers
+from blockrank.parallel import gather_weight, spread_batch
 
 
 class Embedding(nnx.Module):
@@ -36,7 +36,7 @@ class Embedding(nnx.Module):
         self.padding_id = config.padding_id
 
     def __call__(self, tokens: Int[Array, "*n"], dtype: jnp.dtype) -> Float[Array, "*n D"]:
-        table = self.embedding[...]
+        table = gather_weight("embed.embedding", self.embedding[...], self.embedding[...].dtype)
         states = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
         if self.padding_id is None:
             return states
@@ -114,7 +114,12 @@ class Trunk(nnx.Module):
 
     def _step(self, layout: TokenLayout, visibility: Visibility, backend: str) -> Callable[[Block, Array, Any], Array]:
         visible = partial(attend, layout=layout, visibility=visibility, backend=backend)
-        return lambda block, state, window: spread_batch(block(state, layout.positions, visible, window))
+
+        def step(block: Block, state: Array, window: Any) -> Array:
+            block = gathered(block, "blocks", self.dtype)
+            return spread_batch(block(state, layout.positions, visible, window))
+
+        return step
 
     def _windows(self, visibility: Visibility) -> Int[Array, " L"] | None:
         """BlockRank's pattern is its own window: a model's sliding window applies to sequential positions only."""
@@ -170,7 +175,7 @@ class Decoder(Trunk):
     def probe(self, score_layer: int) -> Probe | Block:
         """The norm, query and key projections of `score_layer`."""
         self.check_layer(score_layer)
-        return take_layers(self.blocks, score_layer)
+        return gathered(take_layers(self.blocks, score_layer), "blocks", self.dtype)
 
     def truncate(self, score_layer: int) -> TruncatedDecoder:
         """The smaller model that inference needs: the blocks before `score_layer`, and that layer's norm, q and k."""
@@ -179,7 +184,10 @@ class Decoder(Trunk):
     def head_logits(self, states: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Next-token logits, float32, of states after the last block."""
         states = self.final_norm(states)
-        kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
+        if self.head is None:
+            kernel = gather_weight("embed.embedding", self.embed.embedding[...], self.dtype).T
+        else:
+            kernel = gather_weight("head.kernel", self.head.kernel[...], self.dtype)
         precision = matmul_precision(states.dtype)
         return jnp.matmul(states, kernel.astype(states.dtype), precision=precision, preferred_element_type=jnp.float32)
 
@@ -212,7 +220,7 @@ class TruncatedDecoder(Trunk):
     def probe(self, score_layer: int) -> Probe | Block:
         """The norm, query and key projections of the score layer."""
         self.check_layer(score_layer)
-        return self.score_block
+        return gathered(self.score_block, "score_block", self.dtype)
 
 
 def check_score_layer(score_layer: int, config: DecoderConfig) -> None:

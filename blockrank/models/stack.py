@@ -12,12 +12,20 @@ from jaxtyping import Array, Float, Int
 
 from blockrank.models.config import DecoderConfig
 from blockrank.models.layers import Attention, GatedMLP, RMSNorm
+from blockrank.parallel import active_mesh, gather_weight
 
 Attend = Callable[..., Array]
 Remat = Literal["none", "dots", "full"]
 M = TypeVar("M", bound=nnx.Module)
 
+
+def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Saves every result but those on the way from a layer's parameters to its gathered weights."""
+    return primitive.name not in ("convert_element_type", "sharding_constraint", "custom_vjp_call")
+
+
 REMAT_POLICIES = {
+    "none": _all_but_weights,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -69,6 +77,18 @@ def take_layers(stacked: M, index: int | slice) -> M:
     return nnx.merge(graph, jax.tree.map(lambda p: p[index], state))
 
 
+def gathered(module: M, prefix: str, dtype: jax.typing.DTypeLike) -> M:
+    """A part of a model about to run; under a mesh, with weights in `dtype` gathered from all (`gather_weight`)."""
+    if active_mesh() is None:
+        return module
+    graph, state = nnx.split(module)
+    flat = [
+        (path, leaf.replace(gather_weight(".".join((prefix, *map(str, path))), leaf.get_value(), dtype)))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
 def scan_blocks(
     blocks: M,
     step: Callable[[M, Any, Any], tuple[Any, Any]],
@@ -79,14 +99,15 @@ def scan_blocks(
 ) -> tuple[Any, Any]:
     """`carry, y = step(block, carry, x)` over all layers; returns the last carry and the stacked ys.
 
-    `remat`: what the backward pass recomputes inside a layer: nothing, all but matrix products, or everything.
+    `remat`: what the backward pass recomputes inside a layer: nothing (on several devices, casts and gathered weights),
+    all but matrix products, or everything.
     """
     graph, state = nnx.split(blocks)
 
     def body(carry: Any, layer: tuple[Any, Any]) -> tuple[Any, Any]:
         return step(nnx.merge(graph, layer[0]), carry, layer[1])
 
-    if remat != "none":
+    if remat != "none" or active_mesh() is not None:
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
     return jax.lax.scan(body, carry, (state, xs))
 
