@@ -114,18 +114,22 @@ def ranking_program(
 
 
 def training_program(config: TrainConfig, mesh: Mesh) -> Planned:
-    """One optimiser step on lists as long as the limits allow; its ideal is 3 forward passes (4 with remat)."""
+    """One optimiser step on lists as long as the limits allow.
+
+    The ideal is three forward passes over their tokens, as model FLOPs are usually counted. The layout's counts padding
+    and, with `remat=full`, a fourth pass.
+    """
     decoder = config.model.decoder_config()
     config.check_mesh(mesh)
     groups = math.prod(mesh.shape[axis] for axis in LISTS)
     plan = abstract_step(config, mesh)
     shape = plan.shape
     lists = config.trainer.batch_size // groups
-    segments = PromptLengths(shape.prefix, 1, 1, shape.suffix).draw(0)
-    passes = 3 if config.loss.remat == "none" else 4
-    tokens = lists * shape.tokens
-    flops = passes * decoder.num_layers * block_flops(decoder, tokens, lists * _visible_pairs(segments, 1))
-    flops /= mesh.shape["tensor"]
+    segments, shards = _longest_list(config), shape.shards
+    tokens = len(segments.prefix) + sum(map(len, segments.documents)) / shards + len(segments.suffix)
+    blocks = lists * decoder.num_layers / mesh.shape["tensor"]
+    attended = _visible_pairs(segments, shards)
+    passes = 4 if config.loss.remat == "full" else 3
     return Planned(
         name=f"train {config.trainer.batch_size} lists of {config.lists.num_candidates}",
         function=plan.step,
@@ -133,9 +137,19 @@ def training_program(config: TrainConfig, mesh: Mesh) -> Planned:
         mesh=mesh,
         shape=shape,
         blocks=decoder.num_layers,
-        ideal_flops=flops,
-        layout_flops=flops,
+        ideal_flops=3 * blocks * block_flops(decoder, tokens, attended),
+        layout_flops=passes * blocks * block_flops(decoder, shape.tokens, attended),
     )
+
+
+def _longest_list(config: TrainConfig) -> PromptSegments:
+    """A training list whose every part is as long as its limit."""
+    limits = config.limits
+    assert limits.prefix_tokens is not None
+    assert limits.document_tokens is not None
+    assert limits.suffix_tokens is not None
+    ends = PromptLengths(prefix=limits.prefix_tokens, suffix=limits.suffix_tokens).draw(0)
+    return replace(ends, documents=(np.ones(limits.document_tokens, np.int32),) * config.lists.num_candidates)
 
 
 def block_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
