@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 from training_helpers import OBJECTIVE, CountedBatches, make_batch
 
+from blockrank.config import build, compose
 from blockrank.models.config import DecoderConfig
 from blockrank.models.loading import random_decoder
 from blockrank.models.stack import Remat
-from blockrank.parallel import MeshConfig, spread_lists
+from blockrank.parallel import MeshConfig, place_arrays, place_state, spread_lists, spread_parameters
+from blockrank.train import train
 from blockrank.training.checkpoint import CheckpointSettings
 from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings, Trainable, make_optimizer
+from blockrank.training.recipe import TrainConfig
+from blockrank.training.rounding import add_updates
 from blockrank.training.state import TrainState, place_new_state, split_model
 from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
 from blockrank.training.tracking import read_metrics
@@ -164,3 +171,47 @@ def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
             assert ours["query_ids"] == theirs["query_ids"]
             for key in ("train/loss", "train/grad_norm"):
                 np.testing.assert_allclose(ours[key], theirs[key], rtol=2e-5, err_msg=f"{name} {key}")
+
+
+def test_weights_in_bfloat16_are_rounded_alike_on_every_mesh() -> None:
+    params = {"blocks": {"up": {"kernel": jnp.full((2, 128, 64), 1.0, jnp.bfloat16)}}}
+    updates = jax.tree.map(lambda p: jnp.linspace(-0.01, 0.01, p.size).reshape(p.shape), params)
+    expected = jax.jit(add_updates)(params, updates, 3)
+    for mesh in (MeshConfig(fsdp=8), MeshConfig(fsdp=2, tensor=4)):
+        devices = mesh.make()
+        place = partial(place_state, parameters=params, mesh=devices)
+        spread = (place_arrays(tree, place(tree)) for tree in (params, updates))
+        with jax.set_mesh(devices):
+            found = jax.jit(lambda *x: spread_parameters(add_updates(*x)))(*spread, 3)
+        kernel = found["blocks"]["up"]["kernel"]
+        assert kernel.addressable_shards[0].data.size == kernel.size // 8
+        np.testing.assert_array_equal(kernel, expected["blocks"]["up"]["kernel"])
+
+
+def test_the_command_trains_validates_and_tests_on_a_mesh(tmp_path: Path) -> None:
+    """Weights are read into the host's memory; held-out lists are scored on the mesh by weights that lie in parts."""
+    names = ["cats", "dogs", "cows", "ducks", "bees", "owls", "frogs", "lions"]
+    rows = [
+        {
+            "query": f"which animal is {name}",
+            "query_id": f"q{i}",
+            "documents": [{"doc_id": f"d{j}", "title": "", "text": f"about {other}"} for j, other in enumerate(names)],
+            "answer_ids": [f"d{i}"],
+        }
+        for i, name in enumerate(names)
+    ]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = "{split: train, candidates: own, depth: 4, measures: [nDCG@10], max_queries: 2}"
+    losses = []
+    for name, mesh in {"eight": ["mesh.fsdp=4", "mesh.doc=2"], "one": []}.items():
+        options = ["model=tiny", "data=icr", f"data.path={file}", f"output_dir={tmp_path / name}", *mesh]
+        options += ["lists.candidates=own", "lists.num_candidates=4", "trainer.batch_size=4", "trainer.total_steps=2"]
+        options += [f"validation={held_out}", f"test={held_out}", "trainer.validate_every=2", "trainer.log_every=1"]
+        text = io.StringIO()
+        result = train(build(TrainConfig, compose("train", options)), Console(file=text, width=200))
+        assert result.status == "finished"
+        assert "trained" in text.getvalue()
+        losses.append([row["train/loss"] for row in read_metrics(result.metrics) if "train/loss" in row])
+    assert len(losses[0]) == 2
+    np.testing.assert_allclose(*losses, rtol=2e-5)

@@ -177,9 +177,16 @@ class Checkpoints:
         count = jax.device_put(jnp.asarray(step, jnp.int32), _sharding(like.step))
         return TrainState(count, saved["skipped"], params, state), self.restore_json("data", step)
 
-    def restore_params(self, like: Any, step: int | None = None) -> Any:
-        """The parameters alone, as `restore` does it."""
-        return self._read(self._chosen(step), "params", like)
+    def restore_params(self, like: Any, step: int | None = None, *, as_saved: bool = False) -> Any:
+        """The parameters alone, as `restore` does it; `as_saved`: in the dtypes they were saved in."""
+        step = self._chosen(step)
+        if as_saved:
+            saved = jax.tree_util.tree_leaves_with_path(self._saved(step, "params"))
+            dtypes = {path_name(path): leaf.dtype for path, leaf in saved}
+            like = jax.tree_util.tree_map_with_path(
+                lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(path_name(path), leaf.dtype)), like
+            )
+        return self._read(step, "params", like)
 
     def restore_json(self, item: Literal["data", "meta"], step: int | None = None) -> dict[str, Any]:
         step = self._chosen(step)
@@ -209,11 +216,15 @@ class Checkpoints:
             )
         return step
 
-    def _read(self, step: int, item: str, like: Any) -> Any:
+    def _saved(self, step: int, item: str) -> Any:
+        """Shapes and dtypes of what is saved."""
         saved = self._guarded(step, lambda: self._manager.item_metadata(step)[item])
         if saved is None:
             raise self._damaged(step, f"its {item} are missing")
-        compare_trees(saved, like, f"{self.path(step)} ({item})")
+        return saved
+
+    def _read(self, step: int, item: str, like: Any) -> Any:
+        compare_trees(self._saved(step, item), like, f"{self.path(step)} ({item})")
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)), like)
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
         return self._guarded(step, lambda: self._manager.restore(step, args=args)[item])
@@ -323,7 +334,7 @@ def load_checkpoint_model(
         meta = checkpoints.restore_json("meta", step)
         config = build(DecoderConfig, meta["model"], "model")
         graphdef, params = split_model(abstract_decoder(config, jnp.dtype(dtype)))
-        params = checkpoints.restore_params(params, step)
+        params = checkpoints.restore_params(params, step, as_saved=True)
         if param_dtype is not None:
             params = jax.tree.map(lambda p: p.astype(param_dtype), params)
         files = checkpoints.files(step)

@@ -20,7 +20,7 @@ from blockrank.losses import TrainingBatch
 from blockrank.models.loading import abstract_decoder
 from blockrank.parallel import place_state
 from blockrank.prompts.template import PromptTemplate
-from blockrank.training.optimizer import Trainable, make_optimizer
+from blockrank.training.optimizer import Trainable, make_optimizer, master_weights
 from blockrank.training.recipe import TrainConfig
 from blockrank.training.state import TrainState, count_parameters, split_model, state_shapes
 from blockrank.training.step import Step, make_train_step, ranking_loss_fn, ranking_share_fn
@@ -48,8 +48,8 @@ def dry_run(config: TrainConfig) -> str:
     placed = jax.tree.leaves(place_state(plan.state, params, mesh))
     own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in placed)
     lines = [
-        f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as float32), trainable "
-        f"{count_parameters(jax.eval_shape(trainable.take, params)):,}",
+        f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as {config.optimizer.master_weights}), "
+        f"trainable {count_parameters(jax.eval_shape(trainable.take, params)):,}",
         f"optimizer state: {_gigabytes(plan.state.optimizer_state)}",
         f"mesh: {dict(mesh.shape)}; parameters and optimizer state of one device: {own / 1e9:,.2f} GB",
         f"score layer: {config.ranker.layer_of(decoder)} of {decoder.num_layers}",
@@ -78,6 +78,7 @@ def abstract_step(config: TrainConfig, mesh: Mesh | AbstractMesh) -> AbstractSte
     decoder = config.model.decoder_config()
     graphdef, params = split_model(abstract_decoder(decoder, jnp.dtype(config.model.dtype)))
     optimizer, schedule = make_optimizer(config.optimizer, config.trainer.total_steps or 10_000)
+    params = master_weights(params, config.optimizer)
     trainable = Trainable.of(params, config.optimizer)
     state = state_shapes(params, optimizer, trainable)
     objective = config.objective(config.ranker.layer_of(decoder))

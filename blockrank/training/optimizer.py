@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from blockrank.errors import UserError, above, at_least, between
 
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
 Params = dict[str, Any]
 """Nested dict of arrays, as `flax.nnx.to_pure_dict` gives it; a path joins the keys with dots."""
 
@@ -48,6 +49,9 @@ class OptimizerSettings:
     bf16 weight. Second moments are factored over the two longest axes, never the layer axis of a stacked block; the
     update is clipped to RMS `update_clip` over each stacked parameter.
 
+    `momentum_dtype` is that of the first moment. `master_weights=bfloat16` keeps matrices in bfloat16 and rounds their
+    updates stochastically (`rounding.stochastic_round`); vectors, second moments and updates stay float32.
+
     `trainable` is a regular expression that a parameter's whole path must match ("blocks\\.attention\\..*" trains the
     attention only); `trainable_layers` (start, stop) restricts stacked parameters further to a range of layers. What is
     frozen has no optimiser state and receives exactly no update.
@@ -62,6 +66,8 @@ class OptimizerSettings:
     scale_by_parameter: bool = False
     update_clip: float = 1.0
     clip_norm: float | None = 1.0
+    momentum_dtype: Dtype = "float32"
+    master_weights: Dtype = "float32"
     trainable: str = ".*"
     trainable_layers: tuple[int, int] | None = None
 
@@ -164,7 +170,7 @@ def make_optimizer(
             multiply_by_parameter_scale=settings.scale_by_parameter,
             clipping_threshold=settings.update_clip,
             momentum=settings.b1 or None,
-            dtype_momentum=jnp.float32,
+            dtype_momentum=jnp.dtype(settings.momentum_dtype),
         )
     else:
         rule = optax.adamw(
@@ -173,10 +179,26 @@ def make_optimizer(
             b2=settings.b2,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            mu_dtype=jnp.dtype(settings.momentum_dtype),
             mask=_is_matrix,
         )
     clip = optax.identity() if settings.clip_norm is None else optax.clip_by_global_norm(settings.clip_norm)
     return optax.chain(clip, rule), schedule
+
+
+def master_weights(params: Params, settings: OptimizerSettings) -> Params:
+    """Parameters, concrete or abstract, in the dtype they are trained in."""
+    if settings.master_weights == "float32":
+        return params
+
+    def cast(leaf: Any, matrix: bool) -> Any:
+        if not matrix or leaf.dtype != jnp.float32:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, settings.master_weights)
+        return leaf.astype(settings.master_weights)
+
+    return jax.tree.map(cast, params, _is_matrix(params))
 
 
 def _is_matrix(params: Params) -> Params:

@@ -22,7 +22,8 @@ from blockrank.training.optimizer import Params, Trainable, path_name
 class TrainState:
     """`step` counts batches consumed, `skipped` those whose update was refused (a loss or gradient not finite).
 
-    `params` is a nested dict of float32 master weights; `optimizer_state` is whatever the optimiser keeps.
+    `params` is a nested dict of master weights, float32 or (`OptimizerSettings.master_weights`) matrices in bfloat16;
+    `optimizer_state` is whatever the optimiser keeps.
     """
 
     step: Int[Array, ""]
@@ -46,7 +47,12 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, Params]:
 def create_state(params: Params, optimizer: optax.GradientTransformation, trainable: Trainable) -> TrainState:
     """Step 0. Works under `jax.eval_shape` for abstract `params`."""
     step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    return TrainState(step, skipped, params, optimizer.init(trainable.take(params)))
+    return TrainState(step, skipped, params, optimizer.init(as_float32(trainable.take(params))))
+
+
+def as_float32(params: Params) -> Params:
+    """What the optimiser sees of parameters: its state is float32 unless it says otherwise."""
+    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
 
 def state_shapes(

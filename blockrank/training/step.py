@@ -15,7 +15,8 @@ from blockrank.errors import UserError
 from blockrank.losses import Objective, TrainingBatch, ranking_loss
 from blockrank.parallel import spread_parameters, spread_state
 from blockrank.training.optimizer import Params, Trainable
-from blockrank.training.state import TrainState
+from blockrank.training.rounding import add_updates
+from blockrank.training.state import TrainState, as_float32
 
 Metrics: TypeAlias = dict[str, Array]
 LossFn: TypeAlias = Callable[[Any, Any], tuple[Array, Metrics]]
@@ -89,7 +90,7 @@ def make_train_step(
             return function(nnx.merge(graphdef, trainable.put(params, part)), batch)
 
         value, grads = jax.value_and_grad(of_part, has_aux=True)(trainable.take(params))
-        return value, spread_parameters(grads)
+        return value, spread_parameters(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
 
     def accumulate(params: Params, batch: Any) -> tuple[tuple[Array, Metrics], Params]:
         assert share_fn is not None
@@ -112,13 +113,13 @@ def make_train_step(
             (loss, metrics), grads = differentiate(loss_fn, state.params, batch)
         else:
             (loss, metrics), grads = accumulate(state.params, batch)
-        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         part = trainable.take(state.params)
-        updates, moments = optimizer.update(grads, state.optimizer_state, part)
+        updates, moments = optimizer.update(grads, state.optimizer_state, as_float32(part))
         part, moments = jax.tree.map(
             lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
-            (optax.apply_updates(part, updates), moments),
+            (add_updates(part, updates, state.step), moments),
             (part, state.optimizer_state),
         )
         rate = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)

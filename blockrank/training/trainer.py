@@ -23,7 +23,7 @@ from blockrank.errors import UserError, at_least, between
 from blockrank.parallel import LISTS, spread_lists
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
-from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer
+from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer, master_weights
 from blockrank.training.state import TrainState, count_parameters, place_new_state, split_model, state_shapes
 from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
 from blockrank.training.telemetry import Meter
@@ -151,6 +151,7 @@ class Trainer:
         self._checkpoint_settings = checkpoints or CheckpointSettings()
         self._tracker_settings = tracker or TrackerSettings()
         self._graphdef, params = split_model(model)
+        params = master_weights(params, optimizer)
         rule, schedule = make_optimizer(optimizer, total_steps)
         trainable = Trainable.of(params, optimizer)
 
