@@ -17,8 +17,9 @@ from blockrank.aot import AotConfig, plan
 from blockrank.chips import CHIPS, chip_of
 from blockrank.config import build, compose
 from blockrank.costs.encoding import encoder_flops, encoding_programs, summary
+from blockrank.costs.flops import block_weights
 from blockrank.costs.programs import PromptLengths, block_flops, training_program
-from blockrank.costs.report import ProgramCosts, growth, table
+from blockrank.costs.report import ProgramCosts, growth, measure, table
 from blockrank.costs.topology import Topology
 from blockrank.errors import UserError
 from blockrank.models.config import DecoderConfig
@@ -48,6 +49,27 @@ def test_ranking_compiles_for_a_slice(tmp_path: Path) -> None:
     assert "rank N=40" in console.export_text()
     text = (tmp_path / "report.0.hlo.txt").read_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 3, "prefix, rows and suffix by kernels"
+
+
+def test_a_training_step_gathers_a_layer_in_bfloat16_and_scatters_its_gradients() -> None:
+    """Weights are sent forward and backward, two bytes each; a looked-up embedding in float32; nothing else of size."""
+    pytest.importorskip("libtpu", reason="needs the extra `tpu`")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
+    few = ["lists.num_candidates=4", "limits.document_tokens=64", "limits.prefix_tokens=32", "limits.suffix_tokens=32"]
+    wanted = config(
+        *("topology=v6e:2x2", "mesh.fsdp=4", "trainer.batch_size=8", "loss.remat=full", "model.dtype=bfloat16"),
+        *(f"model.config.{key}={value}" for key, value in sizes.items()),
+        *("model.config.tie_word_embeddings=false", *few),
+    )
+    costs = measure(training_program(wanted, wanted.mesh.make(Topology.of(wanted.topology).devices)))
+    blocks = 4 * block_weights(wanted.model.decoder_config())
+    embedded = 256 * 512
+    assert costs.collectives is not None
+    assert costs.collective_bytes is not None
+    assert set(costs.collectives) == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert costs.collective_bytes["all-gather"] == pytest.approx(2 * 2 * blocks + (2 + 4) * embedded, rel=0.05)
+    assert costs.collective_bytes["reduce-scatter"] == pytest.approx(2 * blocks + 4 * embedded, rel=0.15)
+    assert costs.collective_bytes["all-reduce"] < 4.2 * embedded
 
 
 def test_encoding_compiles_for_a_slice_and_extrapolates() -> None:

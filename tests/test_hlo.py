@@ -172,6 +172,31 @@ ENTRY %main (x: f32[8,16], w: f32[4,8,16], i: s32[]) -> f32[8,16] {
 """
 
 
+SCATTERED = """HloModule step
+
+%all-reduce-scatter.9 (input.9: f32[256,512]) -> f32[64,512] {
+  %input.9 = f32[256,512]{1,0} parameter(0)
+  %all-reduce.94 = f32[256,512]{1,0} all-reduce(%input.9), replica_groups={{0,1,2,3}}, to_apply=%add
+  %partition-id.30 = u32[] partition-id()
+  %constant.1 = u32[] constant(64)
+  %multiply.2 = u32[] multiply(%partition-id.30, %constant.1)
+  %constant.2 = u32[] constant(0)
+  ROOT %slice = f32[64,512]{1,0} dynamic-slice(%all-reduce.94, %multiply.2, %constant.2), dynamic_slice_sizes={64,512}
+}
+
+ENTRY %main (p: f32[256,512]) -> f32[64,512] {
+  %p = f32[256,512]{1,0} parameter(0)
+  ROOT %fusion.21 = f32[64,512]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.9
+}
+"""
+
+
+def test_a_reduce_scatter_of_a_tpu_is_told_from_an_all_reduce() -> None:
+    costs = Program(SCATTERED).costs
+    assert costs.collectives == {"reduce-scatter": 1}
+    assert costs.collective_bytes == {"reduce-scatter": 4 * 256 * 512}
+
+
 def test_what_lies_in_vmem_is_not_moved() -> None:
     """To and from main memory: x twice, two slices of w, the result."""
     assert Program(IN_VMEM).costs.bytes == 4 * (5 * 8 * 16)

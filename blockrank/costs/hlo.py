@@ -147,7 +147,8 @@ class Program:
             ]
             own.add(max((self.costs_of(b) for b in branches), key=lambda c: (c.flops, c.bytes)))
         elif op.opcode == "fusion":
-            own.add(self.costs_of(_called(op, "calls"), fused=True))
+            inner = self.costs_of(_called(op, "calls"), fused=True)
+            own.add(_scattered(inner) if _called(op, "calls").startswith("all-reduce-scatter") else inner)
             own.bytes = 0.0 if fused else self._fusion_bytes(op)
         elif op.opcode == "call":
             own.add(self.costs_of(_called(op, "to_apply"), fused=fused))
@@ -195,6 +196,15 @@ class Program:
             elif not (use.opcode == "dynamic-update-slice" and first):
                 total += most
         return min(total, most)
+
+
+def _scattered(costs: Costs) -> Costs:
+    """A TPU's reduce-scatter is written as an all-reduce fused with the slices that are kept."""
+    kinds = [
+        Counter({"reduce-scatter" if kind == "all-reduce" else kind: count for kind, count in counts.items()})
+        for counts in (costs.collectives, costs.collective_bytes)
+    ]
+    return Costs(costs.flops, costs.bytes, *kinds)
 
 
 def _through_bitcasts(op: Instruction, scope: Computation) -> list[tuple[Instruction, str]]:
