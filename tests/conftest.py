@@ -38,13 +38,13 @@ def shared_parity() -> Path:
 
 
 @pytest.fixture
-def run_on_eight_devices() -> Callable[[str], None]:
-    """Runs a file of tests in a process with eight CPU devices."""
+def run_on_eight_devices() -> Callable[..., None]:
+    """Runs a file of tests, with more options of pytest, in a process with eight CPU devices."""
 
-    def run(file: str) -> None:
+    def run(file: str, *options: str) -> None:
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, *options],
             cwd=Path(__file__).parent,
             env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}", "JAX_PLATFORMS": "cpu"},
             capture_output=True,

@@ -99,18 +99,24 @@ def one_device(optimizer: str) -> tuple[list[dict], TrainState]:
     return run_steps(optimizer, MeshConfig(), 1, "none")
 
 
+SHORT = [
+    ("adafactor", MeshConfig(data=2, fsdp=2, doc=2), 2, "full"),
+    ("adafactor", MeshConfig(fsdp=4, tensor=2), 1, "none"),
+]
+LONG = [
+    ("adafactor", MeshConfig(data=8), 1, "none"),
+    ("adafactor", MeshConfig(fsdp=8), 1, "full"),
+    ("adafactor", MeshConfig(doc=8), 4, "none"),
+    ("adafactor", MeshConfig(tensor=4), 2, "dots"),
+    ("adafactor", MeshConfig(fsdp=4, tensor=2), 2, "none"),
+    ("adamw", MeshConfig(fsdp=2, doc=4), 1, "dots"),
+    ("adamw", MeshConfig(data=4, tensor=2), 2, "full"),
+]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "accumulation", "remat"),
-    [
-        ("adafactor", MeshConfig(data=8), 1, "none"),
-        ("adafactor", MeshConfig(fsdp=8), 1, "full"),
-        ("adafactor", MeshConfig(doc=8), 4, "none"),
-        ("adafactor", MeshConfig(tensor=4), 2, "dots"),
-        ("adafactor", MeshConfig(data=2, fsdp=2, doc=2), 2, "full"),
-        ("adafactor", MeshConfig(fsdp=4, tensor=2), 2, "none"),
-        ("adamw", MeshConfig(fsdp=2, doc=4), 1, "dots"),
-        ("adamw", MeshConfig(data=4, tensor=2), 2, "full"),
-    ],
+    [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
     ids=str,
 )
 def test_losses_gradients_and_updates_equal_those_of_one_device(
@@ -160,6 +166,7 @@ def trained(folder: Path, mesh: MeshConfig, stop: int) -> list[dict[str, Any]]:
     return read_metrics(folder / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
     eight, one = MeshConfig(fsdp=4, doc=2), MeshConfig()
     whole = trained(tmp_path / "whole", one, 4)
@@ -188,6 +195,7 @@ def test_weights_in_bfloat16_are_rounded_alike_on_every_mesh() -> None:
         np.testing.assert_array_equal(kernel, expected["blocks"]["up"]["kernel"])
 
 
+@pytest.mark.slow
 def test_the_command_trains_validates_and_tests_on_a_mesh(tmp_path: Path) -> None:
     """Weights are read into the host's memory; held-out lists are scored on the mesh by weights that lie in parts."""
     names = ["cats", "dogs", "cows", "ducks", "bees", "owls", "frogs", "lions"]

@@ -285,6 +285,6 @@ def test_what_the_kernel_cannot_take_of_a_shard_is_computed_by_xla(caplog: pytes
     assert [r.getMessage() for r in caplog.records] == ["pallas_tpu cannot take head_dim 8: computed by xla"]
 
 
-def test_several_devices_compute_what_one_does(run_on_eight_devices: Callable[[str], None]) -> None:
+def test_several_devices_compute_what_one_does(run_on_eight_devices: Callable[..., None]) -> None:
     assert tiny_config().vocab_size == VOCABULARY
     run_on_eight_devices("eight_devices.py")

@@ -13,8 +13,13 @@ from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
 
 
-def test_training_on_several_devices_equals_training_on_one(run_on_eight_devices: Callable[[str], None]) -> None:
+def test_training_on_several_devices_equals_training_on_one(run_on_eight_devices: Callable[..., None]) -> None:
     run_on_eight_devices("eight_devices_training.py")
+
+
+@pytest.mark.slow
+def test_every_axis_alone_another_mesh_and_the_command(run_on_eight_devices: Callable[..., None]) -> None:
+    run_on_eight_devices("eight_devices_training.py", "-m", "slow")
 
 
 def config(*overrides: str) -> TrainConfig:
