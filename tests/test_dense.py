@@ -28,8 +28,9 @@ from blockrank.models.encoder import Encoder
 from blockrank.models.loading import load_encoder
 from blockrank.models.sentence import pool
 from blockrank.prepare import PrepareConfig, write_run_of
-from blockrank.retrieval.bi_encoder import BiEncoder, local_mesh
+from blockrank.retrieval.bi_encoder import BiEncoder, embed_program
 from blockrank.retrieval.dense import DenseIndex
+from blockrank.retrieval.devices import local_mesh, spread_rows
 from blockrank.retrieval.embeddings import Embeddings, embed_to_disk
 from blockrank.retrieval.first_stage import first_stage
 from blockrank.retrieval.settings import EncoderSettings, dense_settings
@@ -262,13 +263,13 @@ def test_search_is_brute_force_over_documents_with_text(encoder: BiEncoder) -> N
     index = DenseIndex.build(collection(), EncoderSettings(shard_size=2), encoder)
     run = index.search(collection().queries("test"), 10)
     ids = [i for i, text in TEXTS.items() if text]
-    scores, order = brute_force(
-        encoder.embed_queries(["red apple", "sea"]), encoder.embed_documents([TEXTS[i] for i in ids]), 10
-    )
-    assert [list(ranking) for ranking in run.values()] == [[ids[p] for p in row] for row in order]
+    scores = encoder.embed_queries(["red apple", "sea"]) @ encoder.embed_documents([TEXTS[i] for i in ids]).T
     assert list(run) == ["q1", "q2"]
-    np.testing.assert_allclose([list(ranking.values()) for ranking in run.values()], scores, rtol=0, atol=1e-5)
-    assert list(run["q1"]).index("d5") == list(run["q1"]).index("d1") + 1
+    for ranking, row in zip(run.values(), scores, strict=True):
+        assert sorted(ranking) == ids
+        expected = dict(zip(ids, row, strict=True))
+        np.testing.assert_allclose(list(ranking.values()), sorted(row, reverse=True), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(list(ranking.values()), [expected[i] for i in ranking], rtol=0, atol=1e-5)
     cut = index.search(collection().queries("test"), 2)
     assert {q: list(ranking) for q, ranking in cut.items()} == {q: list(ranking)[:2] for q, ranking in run.items()}
     with pytest.raises(UserError, match="k must be at least 1"):
@@ -336,34 +337,50 @@ def test_prepare_writes_a_run_once(tmp_path: Path, folder: Path) -> None:
 SPREAD = """
 import sys
 import jax, numpy as np
-from blockrank.retrieval.bi_encoder import BiEncoder, local_mesh
+from blockrank.parallel import MeshConfig
+from blockrank.retrieval.bi_encoder import BiEncoder
+from blockrank.retrieval.devices import local_mesh
 from blockrank.retrieval.settings import EncoderSettings
 from blockrank.retrieval.top_k import exact_top_k
 
-assert jax.local_device_count() == 4
+assert jax.local_device_count() == 8
 rng = np.random.default_rng(0)
 rows = [rng.integers(-1, 2, (n, 4)).astype(np.float32) for n in (7, 101)]
 blocks = np.split(rows[1], [40, 41, 78])
-one = local_mesh(jax.devices()[:1])
 texts = ["ab " * n for n in range(9)]
-found = {}
-for mesh in (one, local_mesh()):
+
+def found(mesh):
     encoder = BiEncoder.load(EncoderSettings(sys.argv[1]), mesh)
-    found[mesh.size] = encoder.embed_documents(texts), exact_top_k(rows[0], blocks, 30, block_rows=41, mesh=mesh)
-np.testing.assert_allclose(found[1][0], found[4][0], rtol=0, atol=1e-5)
-for a, b in zip(found[1][1], found[4][1]):
-    np.testing.assert_array_equal(a, b)
-print("equal on 4 devices")
+    return encoder.embed_documents(texts), *exact_top_k(rows[0], blocks, 30, block_rows=41, mesh=mesh)
+
+embeddings, *one = found(local_mesh(jax.devices()[:1]))
+for mesh in (local_mesh(), MeshConfig(data=8).make(), MeshConfig(doc=4, tensor=2).make()):
+    spread, *many = found(mesh)
+    np.testing.assert_allclose(spread, embeddings, rtol=0, atol=1e-5)
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_array_equal(a, b)
+print("equal on 8 devices")
 """
 
 
 def test_several_devices_find_what_one_finds(folder: Path) -> None:
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    """Ties among them: small integers."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", SPREAD, str(folder)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "equal on 4 devices" in done.stdout
+    assert "equal on 8 devices" in done.stdout
+
+
+def test_the_program_of_an_encoder_needs_its_shapes_only(folder: Path, encoder: BiEncoder) -> None:
+    model, mesh = load_encoder(folder), local_mesh()
+    embed = embed_program(nnx.eval_shape(lambda: Encoder(model.config, rngs=nnx.Rngs(0))), encoder.settings)
+    ids = encoder.tokenize(["ab c", "a blue sky"])
+    lengths = np.array([len(row) for row in ids], np.int32)
+    tokens = np.stack([np.pad(row, (0, 16 - len(row))) for row in ids]).astype(np.int32)
+    found = embed(nnx.state(model), *jax.device_put((tokens, lengths), spread_rows(mesh)))
+    np.testing.assert_array_equal(found, encoder.embed_documents(["ab c", "a blue sky"]))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from blockrank.chips import Chip
 from blockrank.costs.programs import Planned, draw_lengths
@@ -23,7 +23,8 @@ from blockrank.models.encoder import Encoder
 from blockrank.models.hf_encoder import parse_config
 from blockrank.models.loading import cast_parameters
 from blockrank.models.sentence import Pooling, SentenceSettings
-from blockrank.retrieval.bi_encoder import embed_program, local_mesh, plan_batches
+from blockrank.retrieval.bi_encoder import embed_program, plan_batches
+from blockrank.retrieval.devices import everywhere, local_mesh, spread_rows
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ def encoding_programs(corpus: CorpusConfig, devices: Sequence[Any]) -> list[Batc
     model = nnx.eval_shape(lambda: cast_parameters(Encoder(encoder, rngs=nnx.Rngs(0), dtype=dtype), dtype))
     function = embed_program(model, SentenceSettings(pooling=corpus.pooling))
     mesh = local_mesh(devices)
-    everywhere, spread = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    whole, spread = everywhere(mesh), spread_rows(mesh)
 
     def placed(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    state = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype, everywhere), nnx.state(model))
+    state = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype, whole), nnx.state(model))
     lengths = corpus.lengths()
     counts: Counter[tuple[int, int]] = Counter()
     needed: Counter[tuple[int, int]] = Counter()

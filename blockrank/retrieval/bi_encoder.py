@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from blockrank.errors import UserError
@@ -23,6 +23,7 @@ from blockrank.models.loading import load_encoder, weights_fingerprint
 from blockrank.models.sentence import SentenceSettings, pool, read_sentence_settings
 from blockrank.packing import round_up, round_up_geometric
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
+from blockrank.retrieval.devices import everywhere, local_mesh, spread_rows
 from blockrank.retrieval.settings import EncoderSettings
 
 SHORTEST = 16
@@ -31,15 +32,14 @@ IN_FLIGHT = 2
 """Batches dispatched before the first of them is fetched."""
 
 
-def local_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """All devices of this host on one axis, `data`."""
-    return Mesh(np.asarray(jax.local_devices() if devices is None else devices), ("data",))
-
-
 def embed_program(
     encoder: Encoder, settings: SentenceSettings
 ) -> Callable[[nnx.State, Int[Array, "B T"], Int[Array, " B"]], Float[Array, "B D"]]:
-    """The jitted function (parameters, tokens, lengths) -> embeddings of such an encoder, which may be abstract."""
+    """The jitted function (parameters, tokens, lengths) -> embeddings of such an encoder, which may be abstract.
+
+    Parameters lie `everywhere`, tokens int32 [B, T] (padding from a text's length on) and lengths as `spread_rows`
+    says, B a multiple of the devices. Embeddings lie as the texts do: devices exchange nothing.
+    """
     graph = nnx.graphdef(encoder)
 
     def embed(state: nnx.State, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Float[Array, "B D"]:
@@ -70,7 +70,7 @@ def plan_batches(
 class BiEncoder:
     """A text's embedding is the pooled states of `[CLS] text [SEP]`, cut at `max_length` tokens.
 
-    Weights are on every device of `mesh`, batches spread over its axis `data`. Texts are taken longest first, so a
+    Weights are on every device of `mesh`, batches spread over all of them. Texts are taken longest first, so a
     batch is as wide as its longest text, to the next of few sizes; an embedding does not depend on its batch mates.
     """
 
@@ -99,8 +99,7 @@ class BiEncoder:
             "dtype": str(jnp.dtype(encoder.dtype)),
             "tokenizer": tokenizer.fingerprint,
         }
-        self._state = jax.device_put(nnx.state(encoder), NamedSharding(self.mesh, PartitionSpec()))
-        self._rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        self._weights = jax.device_put(nnx.state(encoder), everywhere(self.mesh))
         self._embed = embed_program(encoder, settings)
 
     @classmethod
@@ -139,8 +138,8 @@ class BiEncoder:
             for row, index in enumerate(chosen):
                 lengths[row] = len(ids[index])
                 tokens[row, : lengths[row]] = ids[index]
-            placed = jax.device_put((tokens, lengths), self._rows)
-            pending.append((chosen, self._embed(self._state, *placed)))
+            placed = jax.device_put((tokens, lengths), spread_rows(self.mesh))
+            pending.append((chosen, self._embed(self._weights, *placed)))
             if len(pending) > IN_FLIGHT:
                 _fetch(out, *pending.pop(0))
         for chosen, embeddings in pending:
