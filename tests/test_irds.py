@@ -73,7 +73,13 @@ def test_without_a_network_the_error_says_what_is_missing_and_where_it_belongs(t
     from blockrank.data.irds import prefetch
 
     name = ir_dataset(tmp_path / "data", "offline-corpus", docs_url="http://127.0.0.1:9/docs.tsv")
-    for attempt in (lambda: prefetch(name), lambda: open_collection("ir_datasets", id=name).documents["d1"]):
+    documents = open_collection("ir_datasets", id=name).documents
+    for attempt in (
+        lambda: prefetch(name),
+        lambda: documents["d1"],
+        lambda: documents.pick(0),
+        lambda: list(documents),
+    ):
         with pytest.raises(UserError) as caught:
             attempt()
         message = str(caught.value)

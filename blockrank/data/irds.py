@@ -121,10 +121,14 @@ class IrDocuments(Documents):
     def scan(self) -> Iterator[Document]:
         with cache_lock(f"ir_datasets {self._name}"), _readable(self._name, "documents"):
             rows = iter(self._dataset.docs_iter())
-        return (_document(row, self._name) for row in rows)
+            row = next(rows, None)  # some are downloaded only now
+        while row is not None:
+            yield _document(row, self._name)
+            with _readable(self._name, "documents"):
+                row = next(rows, None)
 
     def pick(self, position: int) -> Document:
-        with self._lock:
+        with self._lock, _readable(self._name, "documents"):
             return _document(self._dataset.docs_iter()[position], self._name)
 
     def __getstate__(self) -> dict[str, Any]:
