@@ -339,33 +339,17 @@ def test_a_broken_icr_row_is_an_error_with_its_line(tmp_path: Path, row: dict, h
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "disk"])
-def test_hugging_face_data_of_the_same_columns(tmp_path: Path, form: str) -> None:
-    import datasets
-
-    rows = [{**ROWS[0], "documents": [dict(d, doc_id=str(d["doc_id"])) for d in ROWS[0]["documents"]]}]
-    data = datasets.Dataset.from_list(rows)
-    path = tmp_path / f"dev.{form}"
-    if form == "parquet":
-        data.to_parquet(path)
-    elif form == "jsonl":
-        write_jsonl(path, rows)
-    else:
-        datasets.DatasetDict({"dev": data}).save_to_disk(path)
-    collection = open_collection("hf", path=str(path))
-    assert collection.splits == ("dev",)
-    assert collection.queries("dev") == {"q1": Query("q1", "capital of france")}
-    assert collection.qrels("dev") == {"q1": {"paris": 1}}
-    assert collection.documents["5"] == Document("5", "Berlin is a city.", "")
-
-
-def test_hugging_face_data_of_other_columns_are_refused(tmp_path: Path) -> None:
-    import datasets
-
-    path = tmp_path / "dev.parquet"
-    datasets.Dataset.from_list([{"text": "x"}]).to_parquet(path)
-    with pytest.raises(UserError, match="no column query and no documents"):
-        open_collection("hf", path=str(path))
+@pytest.mark.parametrize("form", ["memory", "jsonl"])
+def test_missing_documents_are_told_once_however_many_ids_are_asked(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockrank.data.documents._IDS_AT_ONCE", 3)
+    rows = [Document(f"d{i}", "text") for i in range(4)]
+    path = write_jsonl(tmp_path / "corpus.jsonl", [{"_id": d.id, "text": d.text} for d in rows])
+    documents = JsonlDocuments(path) if form == "jsonl" else InMemoryDocuments(rows)
+    asked = ["d9", "d0", "d8", "d0", "d9", "d1", "d3", "d7", "d8", "d2", "d10"]
+    assert documents.missing(iter(asked)) == ["d9", "d8", "d7", "d10"]
+    assert documents.missing(asked[:0]) == []
 
 
 def _count_while_locked(folder: str, rounds: int) -> None:
