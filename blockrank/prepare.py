@@ -3,9 +3,11 @@
     python -m blockrank.prepare data=beir data.path=scifact candidates=bm25
     python -m blockrank.prepare data=ir_datasets data.id=msmarco-passage/dev/small prefetch=true
     python -m blockrank.prepare data=beir data.path=scifact split=train candidates=dense run=runs/train.run
+    python -m blockrank.prepare data=beir data.path=scifact split=train candidates=dense lists=runs/train.lists
 
-With `run` a split's candidates are written as a TREC run, what made it beside it (`<run>.json`), and nothing else is
-done. Killed, the same command continues: embeddings that are finished are not made again.
+With `run` a split's candidates are written as a TREC run, what made it beside it (`<run>.json`), with `lists` as lists
+in shards, and nothing else is done. Killed, the same command continues: shards that are finished are not made again.
+With `part` several processes share the work.
 Exits with status 0 when nothing is wrong, 1 with `strict=true` when the report lists problems, 2 on bad input.
 """
 
@@ -23,10 +25,11 @@ from blockrank.data.collection import Collection, CollectionConfig, IrDatasetsCo
 from blockrank.data.files import atomic_write
 from blockrank.data.irds import prefetch
 from blockrank.data.preflight import Lengths, Preflight, SplitReport, preflight
+from blockrank.data.shards import ALL, Part
 from blockrank.errors import UserError, at_least
 from blockrank.retrieval.first_stage import first_stage
 from blockrank.retrieval.settings import DENSE, EncoderSettings
-from blockrank.retrieval.write import write_candidates
+from blockrank.retrieval.write import Candidates, write_candidates, write_lists
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class PrepareConfig:
 
     `split`: the split to check (None: all). `candidates`: as in `first_stage` (None: none are checked). `tokenizer`: a
     tokenizer's folder or file, for lengths in tokens. `sample`: read only so many documents. `report`: also write JSON.
-    `run`: write the candidates of `split` here. `encoder`: for `candidates=dense`.
+    `run`, `lists`: write the candidates of `split` here. `part`: `0/4` to `3/4`, the share of this process.
+    `encoder`: for `candidates=dense`.
     """
 
     data: CollectionConfig
@@ -49,10 +53,16 @@ class PrepareConfig:
     strict: bool = False
     report: Path | None = None
     run: Path | None = None
+    lists: Path | None = None
+    part: str | None = None
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
 
     def __post_init__(self) -> None:
         at_least(self, 1, "depth", "chunk_length", "sample")
+        if self.run is not None and self.lists is not None:
+            raise UserError("run, lists: give one of them; the lists of a run are those of lists=")
+        if self.part is not None and self.run is None and self.lists is None:
+            raise UserError(f"part={self.part}: give run= or lists=, whose work is shared")
 
 
 def open_data(config: PrepareConfig) -> Collection:
@@ -122,22 +132,30 @@ def _split_cells(split: SplitReport) -> list[str]:
     return ["-" if count is None else f"{count:,}" for count in counts]
 
 
-def write_run_of(config: PrepareConfig, run: Path) -> str:
-    """Writes the candidates of one split and returns what to print. Raises `UserError` for a run made differently."""
+def write_out(config: PrepareConfig) -> str:
+    """Writes the candidates of one split as `run` or `lists`, and returns what to print.
+
+    Raises `UserError` for what is there and was made differently.
+    """
     if config.split is None or config.candidates is None:
-        raise UserError("run: give split=<name> and candidates=dense or bm25, too")
+        raise UserError("run, lists: give split=<name> and candidates=dense or bm25, too")
     made_with = {name: to_plain(getattr(config, name)) for name in ("data", "split", "candidates", "depth")}
     if config.candidates == DENSE:
         made_with["encoder"] = to_plain(config.encoder)
-    return write_candidates(
-        open_data(config), config.split, config.candidates, config.depth, run, config.encoder, made_with
+    candidates = Candidates(
+        *(open_data(config), config.split, config.candidates, config.depth, config.encoder, made_with),
+        part=ALL if config.part is None else Part.parse(config.part),
     )
+    if config.run is not None:
+        return write_candidates(candidates, config.run)
+    assert config.lists is not None
+    return write_lists(candidates, config.lists)
 
 
 @entry("prepare", PrepareConfig)
 def main(config: PrepareConfig) -> int:
-    if config.run is not None:
-        print(write_run_of(config, config.run))
+    if config.run is not None or config.lists is not None:
+        print(write_out(config))
         return 0
     report = prepare(config)
     show(report, Console())

@@ -16,6 +16,9 @@ Qrels: TypeAlias = dict[str, dict[str, int]]
 Run: TypeAlias = dict[str, dict[str, float]]
 """query id -> document id -> score, both in file order."""
 
+Rankings: TypeAlias = Mapping[str, Mapping[str, float]]
+"""A run that may stay on disk, and is read a ranking at a time."""
+
 
 _BLANK = frozenset(
     chr(code)

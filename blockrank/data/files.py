@@ -43,22 +43,30 @@ def cache_lock(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that appears under `path` only when complete; on an error nothing is left behind."""
+def atomic_path(path: Path) -> Iterator[Path]:
+    """An empty file to fill, which takes the place of `path` when all went well; on an error nothing is left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    temporary = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        temporary.chmod(0o666 & ~umask)
         os.replace(temporary, path)  # noqa: PTH105
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that appears under `path` only when complete; on an error nothing is left behind."""
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        yield file
 
 
 def digest(text: str, size: int = 8) -> str:

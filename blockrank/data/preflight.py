@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from blockrank.data.collection import Collection
 from blockrank.data.progress import track
-from blockrank.types import Qrels, Query, Run, has_text
+from blockrank.types import Qrels, Query, Rankings, has_text
 
 _SAMPLE = 5
 _PERCENTILES = (50, 90, 99)
@@ -90,7 +90,7 @@ def preflight(
     collection: Collection,
     *,
     splits: Iterable[str] | None = None,
-    runs: dict[str, Run] | None = None,
+    runs: Mapping[str, Rankings] | None = None,
     count_tokens: Callable[[str], int] | None = None,
     chunk_length: int = 160,
     sample: int | None = None,
@@ -130,7 +130,7 @@ def preflight(
 
 
 def _split_report(
-    collection: Collection, split: str, run: Run | None, measure: Callable[[str], int], unit: str, empty: set[str]
+    collection: Collection, split: str, run: Rankings | None, measure: Callable[[str], int], unit: str, empty: set[str]
 ) -> SplitReport:
     queries, qrels = collection.queries(split), collection.qrels(split)
     positives = {q: {d for d, grade in judged.items() if grade > 0} for q, judged in qrels.items()}
@@ -149,7 +149,7 @@ def _split_report(
 
 
 def _with_candidates(
-    report: SplitReport, collection: Collection, queries: dict[str, Query], qrels: Qrels, run: Run
+    report: SplitReport, collection: Collection, queries: dict[str, Query], qrels: Qrels, run: Rankings
 ) -> SplitReport:
     found = {q: run[q] for q in queries if run.get(q)}
     dangling = collection.documents.missing(d for ranking in found.values() for d in ranking)

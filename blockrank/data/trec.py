@@ -115,19 +115,31 @@ def write_rankings(
     tied, separator = 0, "\t" if blanks else " "
     with atomic_write(Path(path)) as file:
         for query, ranking in rankings:
-            ordered = ranked(ranking, ties)
-            for document, score in ordered:
-                if not math.isfinite(score) or abs(score) > float(np.finfo(np.float32).max):
-                    raise UserError(f"query {query!r}, document {document!r}: the score {score} cannot be written")
-            tied += sum(a[1] == b[1] for a, b in itertools.pairwise(ordered))
-            written = strictly_decreasing(np.array([score for _, score in ordered], np.float32))
-            for rank, ((document, _), score) in enumerate(zip(ordered, written, strict=True), start=1):
+            written, ties_here = as_written(query, ranking, ties)
+            tied += ties_here
+            for rank, (document, score) in enumerate(written.items(), start=1):
                 line = [query, "Q0", document, str(rank), f"{score:.9g}", tag]
                 if any(not field or any(c in field for c in "\t\r\n") or separator in field for field in line):
                     what = f"query {query!r}, document {document!r}, tag {tag!r}"
                     raise UserError(f"{path}: {what}: an id or tag is empty or holds a tab or a line end")
                 file.write(check_id(separator.join(line), str(path)).encode() + b"\n")
     return tied
+
+
+def as_written(
+    query: str, ranking: Mapping[str, float], ties: Literal["document", "input"]
+) -> tuple[dict[str, float], int]:
+    """A ranking as files hold it, best first (`write_run`), each score the number that is read back; and its ties.
+
+    Raises `UserError` for a score that is not finite.
+    """
+    ordered = ranked(ranking, ties)
+    for document, score in ordered:
+        if not math.isfinite(score) or abs(score) > float(np.finfo(np.float32).max):
+            raise UserError(f"query {query!r}, document {document!r}: the score {score} cannot be written")
+    tied = sum(a[1] == b[1] for a, b in itertools.pairwise(ordered))
+    scores = strictly_decreasing(np.array([score for _, score in ordered], np.float32))
+    return {document: float(f"{s:.9g}") for (document, _), s in zip(ordered, scores, strict=True)}, tied
 
 
 def ranked(ranking: Mapping[str, float], ties: Literal["document", "input"] = "input") -> list[tuple[str, float]]:

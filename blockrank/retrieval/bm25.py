@@ -26,7 +26,7 @@ class BM25Index:
     """
 
     def __init__(self, ids: list[str], retriever: bm25s.BM25 | None) -> None:
-        self._ids = ids
+        self.ids = ids
         self._retriever = retriever
 
     @classmethod
@@ -59,7 +59,7 @@ class BM25Index:
         with track("BM25", len(rows)) as advance:
             for start in range(0, len(rows), _QUERIES_AT_ONCE):
                 batch = rows[start : start + _QUERIES_AT_ONCE]
-                run.update(self._search(batch, min(k, len(self._ids))))
+                run.update(self._search(batch, min(k, len(self.ids))))
                 advance(len(batch))
         return run
 
@@ -71,7 +71,7 @@ class BM25Index:
         return {query.id: self._ranking(p, s) for query, p, s in zip(queries, positions, scores, strict=True)}
 
     def _ranking(self, positions: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-        found = [(float(score), self._ids[p]) for p, score in zip(positions, scores, strict=True) if score > 0]
+        found = [(float(score), self.ids[p]) for p, score in zip(positions, scores, strict=True) if score > 0]
         return {document: score for score, document in sorted(found, reverse=True)}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -14,15 +15,19 @@ import numpy as np
 from blockrank.data.collection import Collection
 from blockrank.data.documents import Documents
 from blockrank.data.files import cache_dir, digest
+from blockrank.data.shards import ALL, Part, digest_of
 from blockrank.data.trec import strictly_decreasing
 from blockrank.errors import UserError
 from blockrank.retrieval.bi_encoder import BiEncoder
-from blockrank.retrieval.embeddings import Embeddings, Text, digest_of, embed_to_disk
+from blockrank.retrieval.embeddings import Embeddings, Text, embed_to_disk
 from blockrank.retrieval.settings import EncoderSettings
 from blockrank.retrieval.top_k import DOCUMENTS, exact_top_k
 from blockrank.types import Query, Run, has_text
 
 log = logging.getLogger(__name__)
+
+QUERIES_AT_ONCE = 65_536
+"""Queries that one pass over the embeddings answers; more are answered in several."""
 
 _RECOGNISED_BY = 1000
 """Documents at a collection's start that name its folder in the cache."""
@@ -36,14 +41,19 @@ class DenseIndex:
         self.embeddings = embeddings
 
     @classmethod
-    def build(cls, collection: Collection, config: EncoderSettings, encoder: BiEncoder | None = None) -> DenseIndex:
+    def build(
+        cls, collection: Collection, config: EncoderSettings, encoder: BiEncoder | None = None, part: Part = ALL
+    ) -> DenseIndex:
         """Embeds the collection's documents that have text (title and text, joined by a space), or finds them embedded.
 
-        Raises `UserError` for an encoder that cannot be read, and for `encoder.index_dir` of another one or another
-        collection.
+        With a `part` only its shards; an index that lacks some cannot search. Raises `UserError` for an encoder that
+        cannot be read, and for `encoder.index_dir` of another one or another collection.
         """
         if jax.process_count() > 1:
-            raise UserError("candidates=dense runs in one process: make the run beforehand with blockrank.prepare")
+            raise UserError(
+                "candidates=dense runs in processes that do not know each other: make the candidates beforehand with "
+                "blockrank.prepare, on several hosts with part=0/2, part=1/2 and so on"
+            )
         encoder = BiEncoder.load(config) if encoder is None else encoder
         identity = encoder.identity()
         documents = collection.documents
@@ -56,6 +66,7 @@ class DenseIndex:
             identity=identity,
             shard_size=config.shard_size,
             total=len(documents),
+            part=part,
         )
         return cls(encoder, embeddings)
 
@@ -64,11 +75,17 @@ class DenseIndex:
     ) -> Iterator[tuple[str, dict[str, float]]]:
         """(query id, its `k` best documents with scores, best first) of each query that has text.
 
-        Ties go by the order of the collection.
+        Ties go by the order of the collection. Memory does not grow with the number of queries.
         """
         if k < 1:
             raise UserError(f"k must be at least 1, got {k}")
+        if self.embeddings.missing:
+            raise ValueError(f"shards {self.embeddings.missing} of {self.embeddings.folder} are not encoded yet")
         rows = [q for q in (queries.values() if isinstance(queries, Mapping) else queries) if has_text(q.text)]
+        for start in range(0, len(rows), QUERIES_AT_ONCE):
+            yield from self._rankings(rows[start : start + QUERIES_AT_ONCE], k)
+
+    def _rankings(self, rows: Sequence[Query], k: int) -> Iterator[tuple[str, dict[str, float]]]:
         mesh, count = self.encoder.mesh, len(self.embeddings)
         block_rows = min(DOCUMENTS * mesh.size, max(self.embeddings.counts))
         scores, positions = exact_top_k(
@@ -78,10 +95,14 @@ class DenseIndex:
             block_rows=block_rows,
             mesh=mesh,
         )
-        ids = self.embeddings.ids()
         for query, row, at in zip(rows, scores, positions, strict=True):
-            found = (document.decode() for document in ids[at])
+            found = (document.decode() for document in self.ids[at])
             yield query.id, dict(zip(found, row.tolist(), strict=True))
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """Ids of the documents as UTF-8, in order."""
+        return self.embeddings.ids()
 
     def search(self, queries: Mapping[str, Query] | Iterable[Query], k: int) -> Run:
         """`rankings` as a run in memory; scores are strictly decreasing, as a run file's, so ties keep their order."""

@@ -1,4 +1,4 @@
-"""The run whose documents are re-ranked: from a file, from the collection, or by BM25 or an encoder on the spot."""
+"""The run whose documents are re-ranked: read from disk, from the collection, or made by BM25 or an encoder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 
 from blockrank.data.collection import Collection, HasCandidates
 from blockrank.data.irds import IrDatasetsCollection
+from blockrank.data.stored_lists import StoredLists
 from blockrank.data.trec import read_run
 from blockrank.errors import UserError
 from blockrank.retrieval.bm25 import BM25Index
 from blockrank.retrieval.settings import DENSE, EncoderSettings, dense_settings
-from blockrank.types import Run
+from blockrank.types import Rankings
 
 SOURCES = ("bm25", DENSE, "scoreddocs", "own")
 
@@ -21,13 +22,13 @@ def first_stage(
     source: str | Path | None = None,
     depth: int = 100,
     encoder: EncoderSettings | None = None,
-) -> Run:
+) -> Rankings:
     """The candidates of a split's queries, `depth` for each (one more where a query may find itself).
 
     `source` is `bm25`, `dense` (by `encoder`, or all-MiniLM-L6-v2) or `dense:<path or name of an encoder>`,
-    `scoreddocs` (ir_datasets), `own` (lists that come with the collection: icr, hf), or the path of a run file, which
-    is given whole: `candidate_lists` cuts it, by one rule for ties. None takes the collection's own lists where it has
-    any, else BM25.
+    `scoreddocs` (ir_datasets), `own` (lists that come with the collection: icr, hf), or the path of a run file or of a
+    folder of lists, which are given whole: `candidate_lists` cuts them, by one rule for ties. None takes the
+    collection's own lists where it has any, else BM25.
 
     Raises `UserError` when the collection does not have what is asked for.
     """
@@ -55,4 +56,6 @@ def first_stage(
     path = Path(source)
     if not path.exists():
         raise UserError(f"candidates: {source} is no file, and none of {', '.join(SOURCES)}")
+    if path.is_dir():
+        return StoredLists(path)
     return read_run(path)
