@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from blockrank.errors import UserError
 from blockrank.evaluation.ranking import check_scores, rerank_order
+from blockrank.models.quantize import check_weights
 from blockrank.packing import Packing
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import LongDocuments
@@ -86,6 +87,7 @@ class Reranker:
         query_tokens: int | None = None,
         long_documents: LongDocuments | None = None,
         dtype: str = "float32",
+        weights: str | None = None,
         attention_backend: str | None = None,
         mesh: Mesh | MeshConfig | str | None = None,
     ) -> Reranker:
@@ -95,6 +97,7 @@ class Reranker:
         given, goes before the run in how a score is read (`suffix_offset`, `signal_aggregation`), and after single
         arguments; the prompt stays the run's unless `prompt` is given, and is the preset's where there is no run.
         `dtype` is the type of weights and activations, `float32` or `bfloat16`; scores are float32 either way.
+        `weights="int8"` holds the kernels of linear layers in eight bits; docs/benchmarks.md says what it costs.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.
         Warns of weights that do not read plain English by their tokenizer, and of a training run that does not rank.
@@ -104,6 +107,7 @@ class Reranker:
             raise UserError(f"ranker={ranker!r} is unknown: choose attention")
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype={dtype!r} is unknown: choose float32 or bfloat16")
+        check_weights(weights)
         settings = {
             "score_layer": score_layer,
             "packing": layout,
@@ -122,6 +126,7 @@ class Reranker:
             preset=preset,
             settings={key: value for key, value in settings.items() if value is not None},
             limits={key: value for key, value in limits.items() if value is not None},
+            weights=weights,
             mesh=open_mesh(mesh),
         )
         if source.settings is None:

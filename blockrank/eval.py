@@ -25,6 +25,7 @@ from blockrank.errors import FieldError, UserError, at_least, between, not_empty
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut, check_row
 from blockrank.evaluation.metrics import official_measures
 from blockrank.models.loading import weights_fingerprint
+from blockrank.models.quantize import Weights
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
@@ -65,6 +66,7 @@ class EvalConfig(TrainingSections):
     checkpoint: str | None
     model: ModelConfig | None = None
     dtype: Literal["float32", "bfloat16"]
+    weights: Weights | None
     preset: str | None
     prompt: dict[str, Any] | None = None
     ranker: AttentionSettings | None = None
@@ -152,6 +154,7 @@ def _ranker(config: EvalConfig) -> AttentionRanker:
         settings=None if config.ranker is None else to_plain(config.ranker),
         limits=None if config.limits is None else to_plain(config.limits),
         name=config.name or "attention",
+        weights=config.weights,
         mesh=open_mesh(config.mesh),
     )
     if source.settings is not None:

@@ -45,7 +45,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"embed\.embedding", PartitionSpec("tensor", "fsdp")),
     (r"head\.kernel", PartitionSpec("fsdp", "tensor")),
     (r".*\b(query|key|value|gate|up)\.kernel", PartitionSpec("fsdp", "tensor")),
-    (r".*\b(query|key|value|gate|up)\.bias", PartitionSpec("tensor")),
+    (r".*\b(query|key|value|gate|up)\.(bias|kernel_scale)", PartitionSpec("tensor")),
     (r".*\b(out|down)\.kernel", PartitionSpec("tensor", "fsdp")),
     (r".*", PartitionSpec()),
 )

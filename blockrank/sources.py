@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from blockrank.errors import UserError
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import load_decoder
+from blockrank.models.quantize import check_weights, quantize_model
 from blockrank.prompts.encode import PromptEncoder, PromptLimits
 from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
@@ -61,14 +62,17 @@ def make_ranker(
     settings: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     name: str = "attention",
+    weights: str | None = None,
     mesh: Mesh | None = None,
 ) -> AttentionRanker:
     """An attention ranker over a source, on the devices of `mesh` or on one.
 
     A readout setting comes from `settings`, else from `preset` if one is named, else from the source, else from the
     `paper` preset. A preset names no limits: these come from `limits`, else the source. The template is `template`,
-    else the source's, else the preset's. Raises `UserError` for a tokenizer with ids the model does not embed.
+    else the source's, else the preset's. `weights` of `int8` holds the kernels in eight bits. Raises `UserError` for a
+    tokenizer with ids the model does not embed.
     """
+    check_weights(weights)
     check_vocabulary(source.model.config, source.tokenizer)
     if preset is not None and preset not in PRESETS:
         raise UserError(f"preset={preset!r} is unknown: choose one of {', '.join(PRESETS)}")
@@ -76,4 +80,5 @@ def make_ranker(
     read = replace(read, **{**(PRESETS[preset] if preset else {}), **(settings or {})})
     limit = replace(source.limits or PromptLimits(), **(limits or {}))
     template = template or source.template or PromptTemplate.from_yaml("release" if preset == "release" else "paper")
-    return AttentionRanker(source.model, PromptEncoder(template, source.tokenizer, limit), read, name, mesh)
+    model = source.model if weights is None else quantize_model(source.model)
+    return AttentionRanker(model, PromptEncoder(template, source.tokenizer, limit), read, name, mesh)

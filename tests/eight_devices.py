@@ -192,9 +192,10 @@ def test_nothing_is_sent_but_the_suffix_merge() -> None:
     assert max(sizes) == suffix * heads * head_dim, kinds
 
 
-def test_the_public_class_takes_a_mesh_by_name() -> None:
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_the_public_class_takes_a_mesh_by_name(weights: str | None) -> None:
     source = Source(decoder(), encoder().tokenizer)
-    options = {"settings": {"score_layer": 1, "row_length": 128, "suffix_offset": 2048}}
+    options = {"settings": {"score_layer": 1, "row_length": 128, "suffix_offset": 2048}, "weights": weights}
     docs, query = list(passages(9)), "where does the river end"
     one = Reranker(make_ranker(source, **options)).rank(query, docs)
     many = Reranker(make_ranker(source, **options, mesh=open_mesh("doc8"))).rank(query, docs)

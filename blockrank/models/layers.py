@@ -19,20 +19,36 @@ from blockrank.attention.precision import matmul_precision
 from blockrank.models.config import DecoderConfig, RopeConfig
 
 
-class Linear(nnx.Module):
-    """`x @ kernel + bias` with kernel [in, out]; plus `lora(x)` where `blockrank.models.lora` put an adapter there."""
+class Quantized(nnx.Param):
+    """An int8 kernel or the float32 scales of its outputs: no cast of a model's parameters changes it."""
 
+
+class Linear(nnx.Module):
+    """`x @ kernel + bias` with kernel [in, out]; `x @ kernel * kernel_scale + bias` once it is quantised.
+
+    Plus `lora(x)` where `blockrank.models.lora` put an adapter there.
+    """
+
+    kernel_scale: nnx.Param | None
     lora: Any
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = 0.02, rngs: nnx.Rngs):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32))
+        self.kernel_scale = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
         self.lora = nnx.data(None)
 
     def __call__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
-        y = jnp.matmul(x, self.kernel[...].astype(x.dtype), precision=matmul_precision(x.dtype))
+        y = self._product(x)
         y = y if self.bias is None else y + self.bias[...].astype(x.dtype)
         return y if self.lora is None else y + self.lora(x)
+
+    def _product(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
+        kernel, precision = self.kernel[...].astype(x.dtype), matmul_precision(x.dtype)
+        if self.kernel_scale is None:
+            return jnp.matmul(x, kernel, precision=precision)
+        y = jnp.matmul(x, kernel, precision=precision, preferred_element_type=jnp.float32)
+        return (y * self.kernel_scale[...]).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

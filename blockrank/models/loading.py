@@ -18,6 +18,7 @@ from blockrank.models import gguf, hf, hf_encoder
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
 from blockrank.models.encoder import Encoder
+from blockrank.models.layers import Quantized
 from blockrank.parallel import parameter_spec
 
 M = TypeVar("M", bound=nnx.Module)
@@ -80,12 +81,16 @@ def with_parameters(
 
 
 def cast_parameters(model: M, dtype: jnp.dtype) -> M:
-    """A model whose parameters are of `dtype`; those that are already are shared.
+    """A model whose parameters are of `dtype`, but for quantised ones; those that are already are shared.
 
     Layers compute in the dtype of their input, so casting parameters to the model's `dtype` changes no result.
     """
     graph, state = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(dtype), state))
+
+    def cast(leaf: nnx.Variable) -> nnx.Variable:
+        return leaf if isinstance(leaf, Quantized) else leaf.replace(leaf.get_value().astype(dtype))
+
+    return nnx.merge(graph, jax.tree.map(cast, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 def check_heads(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> None:
