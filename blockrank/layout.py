@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from blockrank.errors import UserError
-from blockrank.packing import ROW_STEPS, Packing, even_row_length, pack, round_up, round_up_geometric
+from blockrank.packing import Packing, bucket_rows, even_row_length, pack, round_up, round_up_geometric
 from blockrank.prompts.blocks import check_positive, segments_of_blocks
 from blockrank.prompts.encode import PromptSegments
 
@@ -58,14 +58,14 @@ class LayoutShape:
     def bucketed(self, quantum: int = 32) -> LayoutShape:
         """Rounded up to one of few shapes, so that compiled programs are reused.
 
-        Rows, where the work is, have finer steps: less than a ninth of them is spare. In shards, so have prefix and
-        suffix: every device reads all of them.
+        Rows, where the work is, have finer steps (`bucket_rows`). In shards, so have prefix and suffix: every device
+        reads all of them.
         """
         quantum = quantum if self.shards == 1 else quantum // 2
         return LayoutShape(
             round_up_geometric(self.documents),
             round_up(self.prefix, quantum),
-            round_up_geometric(self.rows, ROW_STEPS),
+            bucket_rows(self.rows),
             self.row_length,
             round_up(self.suffix, quantum),
             self.signals,

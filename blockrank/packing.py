@@ -10,9 +10,6 @@ from blockrank.errors import UserError
 ROW_QUANTUM = 32
 """Row lengths chosen for shards are multiples of it."""
 
-ROW_STEPS = 8
-"""Numbers of rows that programs are compiled for, per doubling: less than a ninth of the rows is spare."""
-
 Packing = Literal["packed", "chunked"]
 
 
@@ -27,6 +24,14 @@ def round_up_geometric(value: int, steps: int = 2) -> int:
     """
     power = 1 << max(value - 1, 0).bit_length()
     return round_up(value, max(power // (2 * steps), 1))
+
+
+def bucket_rows(rows: int) -> int:
+    """The next number of rows that programs are compiled for: eight per doubling, so less than a ninth is spare.
+
+    Beyond 64 rows, whose time outweighs another program's compilation, 32 per doubling: less than one in 33.
+    """
+    return round_up_geometric(rows, 8 if rows <= 64 else 32)
 
 
 def pack(lengths: Sequence[int], row_length: int, packing: Packing) -> tuple[list[tuple[int, int]], int]:
@@ -58,7 +63,7 @@ def even_row_length(lists: Sequence[Sequence[int]], row_length: int, shards: int
     if total == 0 or longest > row_length:
         return row_length
     wanted = total / (shards * row_length)
-    sizes = (size for size in range(1, 2 + 2 * int(wanted)) if round_up_geometric(size, ROW_STEPS) == size)
+    sizes = (size for size in range(1, 2 + 2 * int(wanted)) if bucket_rows(size) == size)
     rows = min(sizes, key=lambda size: abs(size - wanted))
     quantum = min(ROW_QUANTUM, row_length)
     length = round_up(max(longest, -(-total // (shards * rows))), quantum)

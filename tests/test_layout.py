@@ -204,6 +204,14 @@ def test_rows_over_devices_are_full_at_any_depth(documents: int) -> None:
     assert 350 <= layout.shape.row_length <= 700
 
 
+@pytest.mark.parametrize("rows", [1, 33, 64, 65, 67, 128, 148, 257, 1000])
+def test_the_more_rows_the_smaller_the_share_that_is_spare(rows: int) -> None:
+    shape = LayoutShape(documents=1, prefix=32, rows=rows, row_length=256, suffix=32, signals=2, labels=0)
+    bucketed = shape.bucketed()
+    assert 0 <= bucketed.rows - rows < bucketed.rows / (9 if rows <= 64 else 33)
+    assert bucketed.bucketed() == bucketed
+
+
 def test_bucketed_shapes_are_few() -> None:
     """Lists of 1 to 100 passages with prompts of 40 to 160 tokens: a few dozen shapes."""
     rng = np.random.default_rng(0)
