@@ -81,6 +81,7 @@ def test_a_layer_computes_with_the_weights_its_codes_stand_for(dtype: str) -> No
     layer = Linear(64, 48, bias=True, rngs=nnx.Rngs(0))
     layer.bias = nnx.Param(jnp.linspace(-1, 1, 48))
     small = quantize_model(nnx.List([layer]))[0]
+    assert small.kernel_scale is not None
     x = jax.random.normal(jax.random.key(1), (7, 64)).astype(dtype)
     exact = np.asarray(x, np.float64) @ np.asarray(dequantize_kernel(small.kernel[...], small.kernel_scale[...]))
     rounding = 1e-6 if dtype == "float32" else 2.0**-7
