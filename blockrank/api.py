@@ -19,8 +19,9 @@ from blockrank.packing import Packing
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.generative import GenerativeSettings
 from blockrank.rankers.probe import check_language, check_ranking
-from blockrank.sources import make_ranker, open_source
+from blockrank.sources import make_generative_ranker, make_ranker, open_source
 from blockrank.types import CandidateList, Document, ListScores, Query, Ranker, has_text
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Reranker:
     def from_pretrained(
         cls,
         path_or_name: str | Path,
-        ranker: Literal["attention"] = "attention",
+        ranker: Literal["attention", "generative"] = "attention",
         *,
         prompt: str | Path | None = None,
         preset: str | None = None,
@@ -90,6 +91,7 @@ class Reranker:
         weights: str | None = None,
         attention_backend: str | None = None,
         mesh: Mesh | MeshConfig | str | None = None,
+        beams: int | None = 10,
     ) -> Reranker:
         """A re-ranker from a training run, a Hugging Face folder, a GGUF file, or the embedded model `smollm2`.
 
@@ -100,35 +102,36 @@ class Reranker:
         `weights="int8"` holds the kernels of linear layers in eight bits; docs/benchmarks.md says what it costs.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.
+        `ranker="generative"` decodes the documents' numbers with `beams` beams (None: all of them); scores are
+        log-probabilities. It has no score layer and runs on one device.
         Warns of weights that do not read plain English by their tokenizer, and of a training run that does not rank.
         Raises `UserError` for anything that does not exist or does not fit.
         """
-        if ranker != "attention":
-            raise UserError(f"ranker={ranker!r} is unknown: choose attention")
+        if ranker not in ("attention", "generative"):
+            raise UserError(f"ranker={ranker!r} is unknown: choose attention or generative")
+        if ranker == "generative" and not (mesh is None and score_layer is None):
+            raise UserError("ranker='generative' has no score_layer and takes no mesh: leave them out")
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype={dtype!r} is unknown: choose float32 or bfloat16")
         check_weights(weights)
-        settings = {
-            "score_layer": score_layer,
-            "packing": layout,
-            "row_length": row_length,
-            "attention_backend": attention_backend,
-        }
+        reading = {"packing": layout, "row_length": row_length, "attention_backend": attention_backend}
         limits = {
             "document_tokens": document_tokens,
             "query_tokens": query_tokens,
             "long_documents": long_documents,
         }
         source = open_source(path_or_name, dtype=jnp.dtype(dtype))
-        loaded = make_ranker(
-            source,
-            template=None if prompt is None else PromptTemplate.from_yaml(prompt),
-            preset=preset,
-            settings={key: value for key, value in settings.items() if value is not None},
-            limits={key: value for key, value in limits.items() if value is not None},
-            weights=weights,
-            mesh=open_mesh(mesh),
-        )
+        shared: dict[str, Any] = {
+            "template": None if prompt is None else PromptTemplate.from_yaml(prompt),
+            "preset": preset,
+            "limits": _given(limits),
+            "weights": weights,
+        }
+        if ranker == "attention":
+            settings = _given({"score_layer": score_layer, **reading})
+            loaded = make_ranker(source, settings=settings, mesh=open_mesh(mesh), **shared)
+        else:
+            loaded = make_generative_ranker(source, GenerativeSettings(beams), reading=_given(reading), **shared)
         if source.settings is None:
             check_language(source.model, source.tokenizer)
         else:
@@ -214,6 +217,10 @@ class Reranker:
             query_truncated=result.query_truncated,
             truncated=int(result.truncated.sum()),
         )
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _as_list(values: Iterable[Any], name: str, what: str) -> list[Any]:

@@ -3,6 +3,7 @@
     python -m blockrank.eval data=beir_folder data.path=scifact candidates=bm25.trec checkpoint=runs/train depth=100
     python -m blockrank.eval data=beir_folder data.path=scifact model=smollm2
     python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart
+    python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart ranker=generative
     python -m blockrank.eval data=beir_folder data.path=scifact checkpoint=runs/train mesh=doc8
 
 Below `output_dir`/eval each row has a folder with the TREC run, `results.json`, `per_query.jsonl` and `table.md`;
@@ -30,8 +31,9 @@ from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker, AttentionSettings
+from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
 from blockrank.rankers.probe import check_ranking
-from blockrank.sources import Source, make_ranker, open_source
+from blockrank.sources import Source, make_generative_ranker, make_ranker, open_source
 from blockrank.training.initial import ModelConfig
 from blockrank.training.recipe import HeldOutConfig
 
@@ -55,8 +57,8 @@ class EvalConfig(TrainingSections):
     """`configs/eval.yaml`.
 
     `checkpoint` goes before `model`. Readout settings come from `ranker`, else `preset`, else the checkpoint, else the
-    `paper` preset. `name`: of the row and its folder, not the first stage's. A key about lists that is null takes the
-    value of the experiment's `test`, else a default.
+    `paper` preset. `name`: of the row and its folder, not the first stage's; null: the ranker's kind. A key about lists
+    that is null takes the value of the experiment's `test`, else a default.
     """
 
     output_dir: Path
@@ -69,7 +71,7 @@ class EvalConfig(TrainingSections):
     weights: Weights | None
     preset: str | None
     prompt: dict[str, Any] | None = None
-    ranker: AttentionSettings | None = None
+    ranker: AttentionSettings | GenerativeSettings | None = None
     limits: PromptLimits | None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     split: str | None
@@ -141,22 +143,27 @@ def evaluate_ranker(config: EvalConfig, console: Console) -> HeldOut:
     return held_out
 
 
-def _ranker(config: EvalConfig) -> AttentionRanker:
+def _ranker(config: EvalConfig) -> AttentionRanker | GenerativeRanker:
     if config.checkpoint is not None:
         source = open_source(config.checkpoint, dtype=jnp.dtype(config.dtype))
     else:
         assert config.model is not None
         source = Source(config.model.load(config.seed), config.model.load_tokenizer())
-    ranker = make_ranker(
-        source,
-        template=None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),
-        preset=config.preset,
-        settings=None if config.ranker is None else to_plain(config.ranker),
-        limits=None if config.limits is None else to_plain(config.limits),
-        name=config.name or "attention",
-        weights=config.weights,
-        mesh=open_mesh(config.mesh),
-    )
+    mesh = open_mesh(config.mesh)
+    shared: dict[str, Any] = {
+        "template": None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),
+        "preset": config.preset,
+        "limits": None if config.limits is None else to_plain(config.limits),
+        "name": config.name,
+        "weights": config.weights,
+    }
+    if isinstance(config.ranker, GenerativeSettings):
+        if mesh is not None:
+            raise UserError(f"mesh {config.mesh}: ranker=generative runs on one device; set mesh=single")
+        ranker = make_generative_ranker(source, config.ranker, **shared)
+    else:
+        settings = None if config.ranker is None else to_plain(config.ranker)
+        ranker = make_ranker(source, settings=settings, mesh=mesh, **shared)
     if source.settings is not None:
         check_ranking(ranker)
     return ranker

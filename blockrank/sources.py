@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from blockrank.prompts.encode import PromptEncoder, PromptLimits
 from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
+from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
+from blockrank.rankers.reading import ReadingSettings
 from blockrank.training.checkpoint import load_checkpoint_model
 from blockrank.training.export import RankingRecord
 from blockrank.training.initial import check_vocabulary, model_path
@@ -61,7 +63,7 @@ def make_ranker(
     preset: str | None = None,
     settings: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
-    name: str = "attention",
+    name: str | None = None,
     weights: str | None = None,
     mesh: Mesh | None = None,
 ) -> AttentionRanker:
@@ -72,13 +74,48 @@ def make_ranker(
     else the source's, else the preset's. `weights` of `int8` holds the kernels in eight bits. Raises `UserError` for a
     tokenizer with ids the model does not embed.
     """
+    read = replace(_readout(source, preset), **(settings or {}))
+    encoder = _encoder(source, template, preset, limits)
+    return AttentionRanker(_model(source, weights), encoder, read, name or "attention", mesh)
+
+
+def make_generative_ranker(
+    source: Source,
+    settings: GenerativeSettings | None = None,
+    *,
+    reading: Mapping[str, Any] | None = None,
+    template: PromptTemplate | None = None,
+    preset: str | None = None,
+    limits: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    weights: str | None = None,
+) -> GenerativeRanker:
+    """A ranker that decodes, over a source. How prompts are read comes from the mapping `reading`, else from
+    `settings.reading`, else from where `make_ranker` takes it."""
+    settings, readout = settings or GenerativeSettings(), _readout(source, preset)
+    read = settings.reading or ReadingSettings(**{f.name: getattr(readout, f.name) for f in fields(ReadingSettings)})
+    settings = replace(settings, reading=replace(read, **(reading or {})))
+    encoder = _encoder(source, template, preset, limits)
+    return GenerativeRanker(_model(source, weights), encoder, settings, name or "generative")
+
+
+def _model(source: Source, weights: str | None) -> Decoder:
     check_weights(weights)
-    check_vocabulary(source.model.config, source.tokenizer)
+    return source.model if weights is None else quantize_model(source.model)
+
+
+def _readout(source: Source, preset: str | None) -> AttentionSettings:
+    """How scores are read where nothing more particular is said."""
     if preset is not None and preset not in PRESETS:
         raise UserError(f"preset={preset!r} is unknown: choose one of {', '.join(PRESETS)}")
     read = source.settings or AttentionSettings(**PRESETS["paper"])
-    read = replace(read, **{**(PRESETS[preset] if preset else {}), **(settings or {})})
+    return replace(read, **(PRESETS[preset] if preset else {}))
+
+
+def _encoder(
+    source: Source, template: PromptTemplate | None, preset: str | None, limits: Mapping[str, Any] | None
+) -> PromptEncoder:
+    check_vocabulary(source.model.config, source.tokenizer)
     limit = replace(source.limits or PromptLimits(), **(limits or {}))
     template = template or source.template or PromptTemplate.from_yaml("release" if preset == "release" else "paper")
-    model = source.model if weights is None else quantize_model(source.model)
-    return AttentionRanker(model, PromptEncoder(template, source.tokenizer, limit), read, name, mesh)
+    return PromptEncoder(template, source.tokenizer, limit)

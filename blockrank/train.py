@@ -112,7 +112,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     )
     ranker = AttentionRanker(model, encoder, config.ranker, mesh=mesh)
     if batches.shape is not None:
-        ranker.note_positions(config.ranker.positions(batches.shape))
+        ranker.reader.note_positions(config.ranker.positions(batches.shape))
     held_out = (
         None if config.test is None else HeldOut(collection, config.test, config.output_dir / "evaluation", config.seed)
     )

@@ -76,7 +76,7 @@ def test_a_mesh_is_warmed_up_for_the_shapes_it_meets() -> None:
     """Batches of three lists on two groups of devices; shapes in other shards than the mesh's are refused."""
     several = AttentionRanker(decoder(), encoder(), ROOMY, mesh=open_mesh(MeshConfig(doc=2, data=2, fsdp=2)))
     segments = [several.encoder.encode(candidates) for candidates in lists()]
-    several.warm_up([several.lay_out(segments).shape], batch_size=3)
+    several.warm_up([several.reader.lay_out(segments).shape], batch_size=3)
     assert several.compilations == 1
     several.score(lists())
     assert several.compilations == 1

@@ -23,7 +23,7 @@ from blockrank.packing import round_up_geometric
 from blockrank.prompts.encode import PromptEncoder, PromptLimits
 from blockrank.prompts.template import PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
-from blockrank.rankers import attention
+from blockrank.rankers import reading
 from blockrank.rankers.attention import (
     EMPTY_SCORE,
     AttentionRanker,
@@ -180,8 +180,8 @@ def test_batch_size_and_batch_mates_do_not_matter() -> None:
 
 def test_batches_hold_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    plain = attention._pad_batch
-    monkeypatch.setattr(attention, "_pad_batch", lambda *x: sizes.append(plain(*x).tokens.size) or plain(*x))
+    plain = reading._pad_batch
+    monkeypatch.setattr(reading, "_pad_batch", lambda *x: sizes.append(plain(*x).tokens.size) or plain(*x))
     lists = [listed(*passages(n, seed=n)) for n in (3, 3, 3, 3, 3, 9, 1)]
     limit = (
         6 * AttentionRanker(decoder(), encoder(), SETTINGS).settings.lay_out([encoder().encode(lists[0])]).shape.tokens
@@ -207,7 +207,7 @@ def test_the_host_prepares_a_batch_while_the_last_is_scored(monkeypatch: pytest.
     expected = scored(ranker(replace(SETTINGS, batch_tokens=1)), *lists)
     one_by_one = AttentionRanker(decoder(), encoder(), replace(SETTINGS, batch_tokens=1))
     result, score = one_by_one._result, one_by_one._score
-    monkeypatch.setattr(one_by_one, "encoder", Encoder())
+    monkeypatch.setattr(one_by_one.reader, "encoder", Encoder())
     monkeypatch.setattr(one_by_one, "_score", lambda *a: events.append("launch") or score(*a))
     monkeypatch.setattr(one_by_one, "_result", lambda c, *a: events.append(f"read {len(c)}") or result(c, *a))
     for found, known in zip(one_by_one.score(lists), expected, strict=True):
@@ -314,7 +314,7 @@ def test_positions_past_the_models_are_told_once(
 ) -> None:
     short = Decoder(replace(decoder().config, max_positions=1024), rngs=nnx.Rngs(0))
     pair = AttentionRanker(short, encoder(), replace(SETTINGS, **changes))
-    with caplog.at_level("INFO", attention.__name__):
+    with caplog.at_level("INFO", reading.__name__):
         scored(pair, listed(*passages(30)))
         scored(pair, listed(*passages(30)), listed(*passages(2)))
     found = [(record.levelname, record.getMessage()) for record in caplog.records]

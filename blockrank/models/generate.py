@@ -1,8 +1,9 @@
-"""Greedy decoding over a layout with a key-value cache: what a ranker that writes its answer needs of a decoder.
+"""Decoding over a layout with a key-value cache: what a ranker that writes its answer needs of a decoder.
 
 The prompt is read once under any `Visibility`; each new token then continues the suffix and sees what a suffix token
-may. B batch, T prompt tokens, C = T + new tokens, D model, V vocab, L layers, K kv heads, G query heads per kv head,
-H head dim.
+may. Several continuations (beams) of one prompt share its keys and values: a step reads one token of each, and a mask
+says which of the tokens written so far are its own. B batch, W beams, N paths, S path length, T prompt tokens,
+C = T + new tokens, D model, V vocab, L layers, K kv heads, H head dim.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from blockrank.attention.dispatch import attend
 from blockrank.attention.reference import reference_attention
 from blockrank.attention.visibility import Tokens, Visibility
-from blockrank.layout import PAD, SUFFIX, TokenLayout
+from blockrank.layout import SUFFIX, TokenLayout
 from blockrank.models.decoder import Decoder
 from blockrank.models.stack import Block, layer_windows, scan_blocks
 
 
 class Cache(NamedTuple):
-    """Keys and values of every layer after RoPE, and which tokens they belong to; slots not yet written are padding."""
+    """Keys and values of every layer after RoPE, with room for tokens to come; `prompt` says what the first T are."""
 
     k: Float[Array, "L B C K H"]
     v: Float[Array, "L B C K H"]
-    tokens: Tokens
+    prompt: Tokens
 
 
 def prefill(
@@ -48,16 +49,8 @@ def prefill(
     windows = layer_windows(model.config) if visibility.sequential else None
     states, (k, v) = scan_blocks(model.blocks, step, states, windows)
     last = jnp.sum(layout.segment_ids[:, layout.suffix] == SUFFIX, axis=1) - 1 + layout.suffix.start
-    tokens = Tokens.of(layout)
     room = (0, 0), (0, 0), (0, spare), (0, 0), (0, 0)
-    cache = Cache(
-        jnp.pad(k, room),
-        jnp.pad(v, room),
-        Tokens(
-            jnp.pad(tokens.segment_ids, room[1:3], constant_values=PAD),
-            jnp.pad(tokens.positions, room[1:3]),
-        ),
-    )
+    cache = Cache(jnp.pad(k, room), jnp.pad(v, room), Tokens.of(layout))
     return jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0], cache
 
 
@@ -65,14 +58,18 @@ def decode_step(
     model: Decoder,
     cache: Cache,
     slot: Int[Array, ""] | int,
-    token: Int[Array, " B"],
+    token: Int[Array, "B W"],
     position: Int[Array, " B"],
+    own: Bool[Array, "B W new"],
     *,
     visibility: Visibility,
-) -> tuple[Float[Array, "B D"], Cache]:
-    """Read one more token of the suffix into `slot` of the cache: the state after it, and the cache with it."""
-    where = Tokens(jnp.full_like(position, SUFFIX)[:, None], position[:, None])
-    tokens = Tokens(*(_put(old, new, slot, 1) for old, new in zip(cache.tokens, where, strict=True)))
+) -> tuple[Float[Array, "B W D"], Cache]:
+    """Read one more token of each beam: the states after them, and the cache with them from `slot` on.
+
+    `own`: which of the C - T slots after the prompt each beam sees, the one it is written to included. A layer's
+    sliding window does not hide these: an answer is shorter than any.
+    """
+    where = Tokens(jnp.full_like(token, SUFFIX), jnp.broadcast_to(position[:, None], token.shape))
 
     def step(block: Block, state: Array, layer: tuple[Array, Array, Array | None]) -> tuple[Array, tuple[Array, Array]]:
         written: list[tuple[Array, Array]] = []
@@ -80,33 +77,41 @@ def decode_step(
         def look(q: Array, k: Array, v: Array, *, sliding_window: Array | int | None) -> Array:
             written.append((k, v))
             keys, values = _put(layer[0], k, slot, 1), _put(layer[1], v, slot, 1)
-            mask = visibility.allowed(where, tokens, sliding_window)
+            mask = jnp.concatenate([visibility.allowed(where, cache.prompt, sliding_window), own], axis=-1)
             return reference_attention(q, keys, values, mask, q.shape[-1] ** -0.5)
 
         return block(state, where.positions, look, layer[2]), written[0]
 
-    state = model.embed(token[:, None], model.dtype)
+    state = model.embed(token, model.dtype)
     windows = layer_windows(model.config) if visibility.sequential else None
     state, (k, v) = scan_blocks(model.blocks, step, state, (cache.k, cache.v, windows))
-    return state[:, 0], Cache(_put(cache.k, k, slot, 2), _put(cache.v, v, slot, 2), tokens)
+    return state, Cache(_put(cache.k, k, slot, 2), _put(cache.v, v, slot, 2), cache.prompt)
 
 
 def greedy(
     model: Decoder, layout: TokenLayout, count: int, *, visibility: Visibility, backend: str = "auto"
 ) -> Int[Array, "B count"]:
     """The `count` most likely next tokens after each prompt, one by one; the prompt must end in a suffix."""
-    length, after = layout.shape.tokens, jnp.max(layout.positions[:, layout.suffix], axis=1) + 1
+    length, after = layout.shape.tokens, next_positions(layout)
     state, cache = prefill(model, layout, count - 1, visibility=visibility, backend=backend)
     first = jnp.argmax(model.head_logits(state), axis=-1).astype(jnp.int32)
 
     def step(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], Array]:
         token, cache = carry
-        state, cache = decode_step(model, cache, length + index, token, after + index, visibility=visibility)
-        token = jnp.argmax(model.head_logits(state), axis=-1).astype(jnp.int32)
+        own = jnp.broadcast_to(jnp.arange(count - 1) <= index, (len(token), 1, count - 1))
+        state, cache = decode_step(
+            model, cache, length + index, token[:, None], after + index, own, visibility=visibility
+        )
+        token = jnp.argmax(model.head_logits(state[:, 0]), axis=-1).astype(jnp.int32)
         return (token, cache), token
 
     _, rest = jax.lax.scan(step, (first, cache), jnp.arange(count - 1))
     return jnp.concatenate([first[:, None], rest.T], axis=1)
+
+
+def next_positions(layout: TokenLayout) -> Int[Array, " B"]:
+    """The position of the token after each prompt."""
+    return jnp.max(layout.positions[:, layout.suffix], axis=1) + 1
 
 
 def _put(array: Array, new: Array, slot: Array | int, axis: int) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 
 from blockrank.errors import UserError
 from blockrank.prompts.chat import chat_frame
+from blockrank.prompts.fit import split, truncate
 from blockrank.prompts.template import Piece, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer
 from blockrank.types import CandidateList, Document, has_text
@@ -151,6 +152,23 @@ class PromptEncoder:
             query_truncated=prefix_cut or suffix_cut,
         )
 
+    def answer_paths(self, candidates: CandidateList) -> dict[int, tuple[int, ...]]:
+        """Candidate index -> the tokens that name it as the one answer, after a prompt without an answer.
+
+        From what follows the last signal up to the first token after the number, so that no path is the beginning of
+        another. Documents without text have none.
+        """
+        rest = (self._suffix + self._answer)[len(self._cue) :]
+        at = next(i for i, piece in enumerate(rest) if isinstance(piece, Piece))
+        number = rest[at]
+        assert isinstance(number, Piece)
+        before = [token for piece in rest[:at] if isinstance(piece, _Scaffold) for token in piece.ids]
+        after = [token for piece in rest[at + 1 :] if isinstance(piece, _Scaffold) for token in piece.ids][:1]
+        return {
+            index: (*before, *self._answer_numbers(number, [bears]), *after)
+            for index, bears in self._number(candidates.documents).items()
+        }
+
     def numbers(self, candidates: CandidateList) -> dict[int, int]:
         """Candidate index -> the number its document bears, for the documents that are not empty."""
         return self._number(candidates.documents)
@@ -181,8 +199,8 @@ class PromptEncoder:
         if budget is None or sum(map(len, runs.values())) <= budget:
             return [self._fill_document(number, runs)], False
         if self.limits.long_documents == "split":
-            return [self._fill_document(number, part) for part in _split(runs, slots, budget)], False
-        return [self._fill_document(number, _truncate(runs, slots, budget))], True
+            return [self._fill_document(number, part) for part in split(runs, slots, budget)], False
+        return [self._fill_document(number, truncate(runs, slots, budget))], True
 
     def _fill_document(self, number: int, runs: dict[int, list[int]]) -> np.ndarray:
         ids: list[int] = []
@@ -322,30 +340,3 @@ def _words(document: Document) -> tuple[str, str]:
 def _content_hash(document: Document) -> bytes:
     title, text = _words(document)
     return hashlib.sha256(f"{title}\0{text}".encode("utf-8", "replace")).digest()
-
-
-def _truncate(runs: dict[int, list[int]], slots: Sequence[Piece], budget: int) -> dict[int, list[int]]:
-    """The first tokens of title and text: the title has half of the budget, or more where the text needs less."""
-    text = sum(len(run) for index, run in runs.items() if slots[index].text == "text")
-    title = min(sum(map(len, runs.values())) - text, max(budget // 2, budget - text))
-    room = {"title": title, "text": budget - title}
-    kept = {}
-    for index, run in runs.items():
-        kind = slots[index].text
-        kept[index] = run[: room[kind]]
-        room[kind] -= len(kept[index])
-    return kept
-
-
-def _split(runs: dict[int, list[int]], slots: Sequence[Piece], budget: int) -> list[dict[int, list[int]]]:
-    """Cut the text into parts; the title goes before each where it leaves half the budget, else before the first."""
-    title = next((index for index, piece in enumerate(slots) if piece.text == "title"), None)
-    repeated = runs[title] if title is not None and 2 * len(runs[title]) <= budget else []
-    stream = [(index, token) for index, run in runs.items() for token in run if not (repeated and index == title)]
-    parts = []
-    for start in range(0, len(stream), budget - len(repeated)):
-        part: dict[int, list[int]] = {index: list(repeated) if repeated and index == title else [] for index in runs}
-        for index, token in stream[start : start + budget - len(repeated)]:
-            part[index].append(token)
-        parts.append(part)
-    return parts
