@@ -69,7 +69,7 @@ def test_a_training_step_gathers_a_layer_in_bfloat16_and_scatters_its_gradients(
     assert set(costs.collectives) == {"all-gather", "reduce-scatter", "all-reduce"}
     assert costs.collective_bytes["all-gather"] == pytest.approx(2 * 2 * blocks + (2 + 4) * embedded, rel=0.05)
     assert costs.collective_bytes["reduce-scatter"] == pytest.approx(2 * blocks + 4 * embedded, rel=0.15)
-    assert costs.collective_bytes["all-reduce"] < 4.2 * embedded
+    assert costs.collective_bytes["all-reduce"] < 4.5 * embedded  # and norms and factored moments
 
 
 def test_encoding_compiles_for_a_slice_and_extrapolates() -> None:
