@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from blockrank.attention.merge import Shards
+from blockrank.attention.pallas_gpu import pallas_gpu_attention, pallas_gpu_partial
 from blockrank.attention.pallas_tpu import pallas_tpu_attention, pallas_tpu_partial
 from blockrank.attention.reference import reference_attention, reference_partial
 from blockrank.attention.visibility import Tokens, Visibility
@@ -24,7 +25,11 @@ from blockrank.errors import UserError
 from blockrank.layout import PAD, TokenLayout
 from blockrank.parallel import BATCH, active_mesh, target_platform
 
-Backend = Literal["auto", "reference", "xla", "pallas_tpu"]
+Backend = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"]
+KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
+"""What `auto` takes by platform where kernels can run; `xla` elsewhere."""
+ATTENTION = {"xla": xla_attention, "pallas_tpu": pallas_tpu_attention, "pallas_gpu": pallas_gpu_attention}
+PARTIAL = {"xla": xla_partial, "pallas_tpu": pallas_tpu_partial, "pallas_gpu": pallas_gpu_partial}
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +40,7 @@ def resolve_backend(name: str) -> str:
     if name != "auto":
         return name
     platform = target_platform()
-    chosen = "pallas_tpu" if platform == "tpu" and _one_device_runs_this() else "xla"
+    chosen = KERNELS.get(platform, "xla") if _one_device_runs_this() else "xla"
     _log_choice(platform, chosen)
     return chosen
 
@@ -123,8 +128,7 @@ def _whole(
     scale = q.shape[-1] ** -0.5
     if backend == "reference":
         return reference_attention(q, k, v, visibility.materialize(Tokens.of(layout), window), scale)
-    attention = pallas_tpu_attention if backend == "pallas_tpu" else xla_attention
-    return attention(q, k, v, layout, visibility, window, scale)
+    return ATTENTION[backend](q, k, v, layout, visibility, window, scale)
 
 
 def _partial(
@@ -134,5 +138,4 @@ def _partial(
     scale = q.shape[-1] ** -0.5
     if backend == "reference":
         return reference_partial(q, k, v, visibility.allowed(queries, keys), scale)
-    attention = pallas_tpu_partial if backend == "pallas_tpu" else xla_partial
-    return attention(q, k, v, queries, keys, visibility, scale)
+    return PARTIAL[backend](q, k, v, queries, keys, visibility, scale)

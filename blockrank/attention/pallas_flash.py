@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from blockrank.attention.pallas_codes import UNSEEN
 from blockrank.attention.pallas_tiles import (
     Blocks,
     Cotangent,
@@ -34,8 +35,6 @@ from blockrank.attention.pallas_tiles import (
 )
 from blockrank.packing import round_up
 
-UNSEEN = 1 << 30
-"""The code of a key that no query sees."""
 KEY_TILE = 512
 """Few queries read many keys, so time is the keys' way from HBM: large tiles keep it busy."""
 CHUNK_TILES = 8

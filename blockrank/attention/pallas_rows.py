@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from blockrank.attention.pallas_codes import own_intervals
 from blockrank.attention.pallas_tiles import (
     LANES,
     Blocks,
@@ -88,14 +89,6 @@ def row_attention(
     out = out[..., : length * groups, :].reshape(batch, kv_heads, rows, length, groups, head_dim)
     lse = lse[..., 0, : length * groups].reshape(batch, kv_heads, rows, length, groups)
     return jnp.einsum("bkmrgh->bmrkgh", out), jnp.einsum("bkmrg->bmrkg", lse)
-
-
-def own_intervals(segment_ids: Int[Array, "B M R"]) -> Int[Array, "B M 2 R"]:
-    """First and last row index that each token sees, both inclusive; (-1, -1) for padding."""
-    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape)
-    before = jnp.pad(segment_ids[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
-    first = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=2)
-    return jnp.where((segment_ids >= 0)[..., None, :], jnp.stack([first, index], axis=2), -1)
 
 
 def _tile_bounds(intervals: Int[Array, "B M 2 N"], tile: int) -> tuple[Int[Array, "B M I"], Int[Array, "B M I"]]:

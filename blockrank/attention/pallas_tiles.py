@@ -35,9 +35,9 @@ FLOOR = -1e20
 BLIND = 1e30
 """The log-sum-exp that makes every weight of a query 0 in the backward pass."""
 
-_NT = (((1,), (1,)), ((), ()))
-_NN = (((1,), (0,)), ((), ()))
-_TN = (((0,), (0,)), ((), ()))
+NT = (((1,), (1,)), ((), ()))
+NN = (((1,), (0,)), ((), ()))
+TN = (((0,), (0,)), ((), ()))
 
 
 def query_tile(queries: int) -> int:
@@ -91,13 +91,13 @@ class Softmax(NamedTuple):
         visible: Bool[Array, "S N"],
         scale: float,
     ) -> None:
-        logits = jnp.where(visible, scale * product(k, q, _NT), HIDDEN)
+        logits = jnp.where(visible, scale * product(k, q, NT), HIDDEN)
         peak = jnp.maximum(self.peak[...], jnp.max(logits, axis=0, keepdims=True))
         decay = jnp.exp(self.peak[...] - peak)
         weights = jnp.exp(logits - peak)
         self.peak[...] = peak
         self.total[...] = decay * self.total[...] + jnp.sum(weights, axis=0, keepdims=True)
-        self.values[...] = decay * self.values[...] + product(v, weights.astype(v.dtype), _TN)
+        self.values[...] = decay * self.values[...] + product(v, weights.astype(v.dtype), TN)
 
     def result(self) -> tuple[Float[Array, "N H"], Float[Array, "1 N"]]:
         """Attention output and log-sum-exp, both float32: 0 and -inf for queries that saw nothing."""
@@ -125,11 +125,11 @@ def tile_gradients(
     scale: float,
 ) -> tuple[Float[Array, "H N"], Float[Array, "S H"], Float[Array, "S H"]]:
     """One tile's share of (dq transposed, dk, dv), float32; dq and dk are still to be multiplied by the scale."""
-    logits = jnp.where(visible, scale * product(k, q, _NT), HIDDEN)
+    logits = jnp.where(visible, scale * product(k, q, NT), HIDDEN)
     weights = jnp.exp(logits - cotangent.lse)
-    dv = product(weights.astype(v.dtype), cotangent.out, _NN)
-    dlogits = (weights * (product(v, cotangent.out, _NT) - cotangent.delta)).astype(q.dtype)
-    return product(k, dlogits, _TN), product(dlogits, q, _NN), dv
+    dv = product(weights.astype(v.dtype), cotangent.out, NN)
+    dlogits = (weights * (product(v, cotangent.out, NT) - cotangent.delta)).astype(q.dtype)
+    return product(k, dlogits, TN), product(dlogits, q, NN), dv
 
 
 def backward_rows(

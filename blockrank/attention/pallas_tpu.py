@@ -6,20 +6,15 @@ Rows see the prefix and their own documents (`pallas_rows`); everything else is 
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from blockrank.attention.pallas_flash import UNSEEN, flash_attention
+from blockrank.attention.pallas_codes import dense_codes, log_fallback, suffix_codes, why_not_streamed
+from blockrank.attention.pallas_flash import flash_attention
 from blockrank.attention.pallas_rows import row_attention, row_attention_fits
 from blockrank.attention.visibility import BLOCKRANK, DENSE, Tokens, Visibility
 from blockrank.attention.xla import xla_attention, xla_partial
-from blockrank.layout import PAD, PREFIX, SUFFIX, TokenLayout
-
-logger = logging.getLogger(__name__)
-HEAD_DIM_QUANTUM, MAX_HEAD_DIM = 16, 128
+from blockrank.layout import PREFIX, TokenLayout
 
 
 def pallas_tpu_attention(
@@ -38,7 +33,7 @@ def pallas_tpu_attention(
     """
     obstacle = why_not(q, k, v, layout, visibility, sliding_window)
     if obstacle is not None:
-        _log_fallback(obstacle)
+        log_fallback("pallas_tpu", obstacle)
         return xla_attention(q, k, v, layout, visibility, sliding_window, scale)
     segments, positions = jnp.asarray(layout.segment_ids), jnp.asarray(layout.positions)
     if visibility == DENSE:
@@ -82,9 +77,9 @@ def pallas_tpu_partial(
 
     Keys marked as padding are not counted. What the kernel cannot take is computed by `xla` and logged once.
     """
-    obstacle = _why_not_streamed(q, k, v, visibility)
+    obstacle = why_not_streamed(q, k, v, visibility)
     if obstacle is not None:
-        _log_fallback(obstacle)
+        log_fallback("pallas_tpu", obstacle)
         return xla_partial(q, k, v, queries, keys, visibility, scale)
     return flash_attention(q, k, v, *suffix_codes(queries.segment_ids, keys.segment_ids), scale=scale)
 
@@ -102,43 +97,7 @@ def why_not(
         return "a sliding window"
     sizes = layout.shape
     rows = sizes.row_length, sizes.prefix, q.shape[-1], q.dtype.itemsize
-    obstacle = _why_not_streamed(q, k, v, visibility)
+    obstacle = why_not_streamed(q, k, v, visibility)
     if obstacle is None and visibility == BLOCKRANK and not row_attention_fits(*rows):
         return f"rows of {sizes.row_length} tokens with a prefix of {sizes.prefix}"
     return obstacle
-
-
-def _why_not_streamed(q: Array, k: Array, v: Array, visibility: Visibility) -> str | None:
-    """What the kernel of streamed keys cannot take, which the kernel of rows cannot take either."""
-    head_dim, dtypes = q.shape[-1], {x.dtype for x in (q, k, v)}
-    if visibility not in (BLOCKRANK, DENSE):
-        return f"visibility {visibility.name!r}"
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
-        return f"dtypes {', '.join(sorted(d.name for d in dtypes))}"
-    if head_dim % HEAD_DIM_QUANTUM or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim}"
-    return None
-
-
-@cache
-def _log_fallback(obstacle: str) -> None:
-    logger.info("pallas_tpu cannot take %s: computed by xla", obstacle)
-
-
-def dense_codes(
-    segment_ids: Int[Array, "B T"], positions: Int[Array, "B T"]
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Codes of queries and keys where a token sees every token at its position or before, and padding nothing."""
-    real = segment_ids != PAD
-    return jnp.where(real, positions, -1), jnp.where(real, positions, UNSEEN)
-
-
-def suffix_codes(
-    suffix_ids: Int[Array, "B Q"], segment_ids: Int[Array, "B T"]
-) -> tuple[Int[Array, "B Q"], Int[Array, "B T"]]:
-    """Codes of suffix queries, and of a stream of keys that ends with the suffix: all before it, then its own past."""
-    start = segment_ids.shape[1] - suffix_ids.shape[1]
-    own = 1 + jnp.arange(suffix_ids.shape[1], dtype=jnp.int32)
-    ahead = jnp.where(segment_ids[:, :start] == PAD, UNSEEN, 0)
-    past = jnp.where(segment_ids[:, start:] == SUFFIX, own, UNSEEN)
-    return jnp.where(suffix_ids == SUFFIX, own, -1), jnp.concatenate([ahead, past], axis=1)
