@@ -5,7 +5,7 @@ A query sees the keys whose code is at most its own. That covers a suffix that s
 query's code -1). Tiles in which no query sees a key are skipped. Output and log-sum-exp of disjoint keys merge by
 `blockrank.attention.merge`.
 
-B batch, K kv heads, N = T * G folded queries, S keys, H head dim, C query chunks.
+B batch, K kv heads, N = T * G folded queries, S keys, H head dim.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def _forward_kernel(query_max, key_min, q, k, v, query_codes, key_codes, out, ls
 
 
 def _backward_kernel(*refs, scale: float) -> None:
-    """Keys outside, the queries of a chunk inside: dk and dv per key tile, dq of the whole chunk kept in VMEM."""
+    """Keys outside, a chunk's queries inside: dk and dv per key tile, dq of the whole chunk kept in VMEM."""
     query_max, key_min, q, k, v, query_codes, key_codes, dout, lse, delta = refs[:10]
     dq, dk, dv, dq_sum, dk_sum, dv_sum = refs[10:]
-    b, c, j, i = (pl.program_id(axis) for axis in (0, 2, 3, 4))
-    chunks, key_tiles, tiles = (pl.num_programs(axis) for axis in (2, 3, 4))
+    b, j, i = (pl.program_id(axis) for axis in (0, 2, 3))
+    key_tiles, tiles = (pl.num_programs(axis) for axis in (2, 3))
 
     @pl.when(i == 0)
     def _() -> None:
@@ -108,7 +108,7 @@ def _backward_kernel(*refs, scale: float) -> None:
     def _() -> None:
         dq_sum[i] = jnp.zeros(dq_sum.shape[1:], dq_sum.dtype)
 
-    @pl.when(key_min[b * key_tiles + j] <= query_max[(b * chunks + c) * tiles + i])
+    @pl.when(key_min[b * key_tiles + j] <= query_max[b * tiles + i])
     def _() -> None:
         cotangent = Cotangent(dout[...], lse[...], delta[...])
         visible = query_codes[...] >= key_codes[...].T
@@ -161,36 +161,49 @@ def _flash_kernel(scale: float, query_size: int, key_size: int, chunks: int) -> 
         q, k, v, query_codes, key_codes, bounds, out, lse = residuals
         dout, dlse = cotangents
         lse, delta = backward_rows(out, lse, dout, dlse)
+        if chunks == 1:
+            dq, dk, dv = chunk_gradients(q, k, v, query_codes, key_codes, bounds, dout, lse, delta, k.dtype)
+            return dq, dk, dv, None, None, None
+        size, (query_max, key_min) = q.shape[2] // chunks, bounds
+
+        def step(c: Array, sums: tuple) -> tuple:
+            def part(x: Array, axis: int, size: int = size) -> Array:
+                return jax.lax.dynamic_slice_in_dim(x, c * size, size, axis)
+
+            codes = part(query_codes, 2), key_codes, (part(query_max, 1, size // query_size), key_min)
+            given = part(dout, 2), part(lse, 3), part(delta, 3)
+            dq, dk, dv = chunk_gradients(part(q, 2), k, v, *codes, *given, jnp.float32)
+            return jax.lax.dynamic_update_slice_in_dim(sums[0], dq, c * size, 2), sums[1] + dk, sums[2] + dv
+
+        # One chunk after the other, so that memory does not grow with queries times keys.
+        start = jnp.zeros_like(q), *[jnp.zeros(k.shape, jnp.float32)] * 2
+        dq, dk, dv = jax.lax.fori_loop(0, chunks, step, start)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+
+    def chunk_gradients(q, k, v, query_codes, key_codes, bounds, dout, lse, delta, dtype: jnp.dtype) -> list[Array]:
+        """dq of one chunk of queries, and its share of dk and dv in `dtype`."""
         batch, kv_heads, n, width = q.shape
-        tiles = n // query_size // chunks
-
-        def tile(*at: Array) -> Array:
-            return at[2] * tiles + at[4]
-
-        queries = block((None, None, query_size, width), 0, 1, tile, None)
-        keys = block((None, None, key_size, width), 0, 1, 3, None)
-        query_line = block((None, 1, query_size), 0, None, tile)
-        key_line = block((None, 1, key_size), 0, None, 3)
-        line = block((None, None, 1, query_size), 0, 1, None, tile)
-        chunk = block((None, None, tiles * query_size, width), 0, 1, 2, None)
-        by_chunk = block((None, None, None, key_size, width), 0, 1, 2, 3, None)
+        queries = block((None, None, query_size, width), 0, 1, 3, None)
+        keys = block((None, None, key_size, width), 0, 1, 2, None)
+        query_line = block((None, 1, query_size), 0, None, 3)
+        key_line = block((None, 1, key_size), 0, None, 2)
+        line = block((None, None, 1, query_size), 0, 1, None, 3)
+        chunk = block((None, None, n, width), 0, 1, None, None)
         key_sum = pltpu.VMEM((key_size, width), jnp.float32)
-        share = jax.ShapeDtypeStruct((batch, kv_heads, chunks, *k.shape[2:]), k.dtype if chunks == 1 else jnp.float32)
-        dq, dk, dv = run_kernel(
+        return run_kernel(
             partial(_backward_kernel, scale=scale),
-            (batch, kv_heads, chunks, k.shape[2] // key_size, tiles),
+            (batch, kv_heads, k.shape[2] // key_size, n // query_size),
             Blocks(
                 [queries, keys, keys, query_line, key_line, queries, line, line],
-                [chunk, by_chunk, by_chunk],
-                [pltpu.VMEM((tiles, width, query_size), jnp.float32), key_sum, key_sum],
+                [chunk, keys, keys],
+                [pltpu.VMEM((n // query_size, width, query_size), jnp.float32), key_sum, key_sum],
             ),
-            [like(q), share, share],
+            [like(q), like(k, dtype), like(v, dtype)],
             bounds,
             (q, k, v, query_codes, key_codes, dout, lse, delta),
-            parallel=3,
+            parallel=2,
             multiplications=5 * q.size * k.shape[2],
         )
-        return dq, *(jnp.sum(x, axis=2).astype(k.dtype) for x in (dk, dv)), None, None, None
 
     attend.defvjp(forward, backward)
     return attend
