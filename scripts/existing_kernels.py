@@ -52,7 +52,7 @@ def by_splash(q, k, v, causal: bool):
         splash_masks.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes, save_residuals=not causal
     )
     result = kernel(*(x[0].swapaxes(0, 1) for x in (q * SCALE, k, v)))
-    return result if not causal else (result.swapaxes(0, 1)[None], None)
+    return (jnp.swapaxes(jnp.asarray(result), 0, 1)[None], None) if causal else result
 
 
 def by_jax_flash(q, k, v, causal: bool):
@@ -71,7 +71,7 @@ def by_jax_flash(q, k, v, causal: bool):
 def by_tokamax(q, k, v, causal: bool):
     if not causal:
         raise NotImplementedError("its public function has no log-sum-exp")
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]
 
     return tokamax.dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, implementation="mosaic"), None
 
@@ -95,6 +95,7 @@ def compile_for_v6e(function: Callable, queries: int, keys: int) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     took, costs = time.perf_counter() - start, program.cost_analysis() or {}
     memory = program.memory_analysis()
+    assert memory is not None
     return (
         f"{costs.get('flops', 0) / 1e12:.3f} TFLOP declared, {costs.get('bytes accessed', 0) / 1e9:.2f} GB, "
         f"temporaries {memory.temp_size_in_bytes / 1e6:.0f} MB, compiled in {took:.0f} s"

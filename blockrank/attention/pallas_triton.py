@@ -189,12 +189,11 @@ def _tile_gradients(q, k, v, dout, lse, delta, visible, scale: float) -> tuple[A
 def _query_gradient_kernel(
     bounds, q, k, v, first, last, key_codes, dout, lse, delta, dq, *, scale: float, **walk
 ) -> None:
-    given = q[...], dout[...], lse[...], delta[...]
+    queries, cotangent, line, shift = q[...], dout[...], lse[...], delta[...]
 
     def step(where: pl.Slice, visible: Array, total: Array) -> Array:
-        queries, *cotangent = given
         keys = k[where, :]
-        _, dlogits = _tile_gradients(queries, keys, v[where, :], *cotangent, visible, scale)
+        _, dlogits = _tile_gradients(queries, keys, v[where, :], cotangent, line, shift, visible, scale)
         return total + product(dlogits, keys, NN)
 
     total = _for_keys(bounds, first, last, key_codes, step, jnp.zeros(q.shape, jnp.float32), **walk)
@@ -241,19 +240,22 @@ def _run(
     return jax.lax.platform_dependent(*arrays, cuda=call(), rocm=call(), default=call(interpret=True))
 
 
-def _at(shape: Sequence[int], tile: int | None = None) -> pl.BlockSpec:
-    """A tile, or all, of the tokens of an array [B N], [B K N] or [B K N H] over the grid (tile, K, B, split)."""
+def _at(shape: Sequence[int], tile: int | None = None, *, split: bool = False) -> pl.BlockSpec:
+    """A tile, or all, of the tokens of an array [B N], [B K N] or [B K N H] over the grid (tile, K, B, split).
+
+    With `split` the array has a further axis in front, of which a grid step has its own entry.
+    """
     lead = (2, 1)[: min(len(shape) - 1, 2)]
     length, *width = shape[len(lead) :]
-    sizes = (*(None,) * len(lead), tile or length, *width)
-    return block(sizes, *lead, 0 if tile else None, *(None,) * len(width))
+    first = (3,) if split else ()
+    sizes = (*(None,) * len(first + lead), tile or length, *width)
+    return block(sizes, *first, *lead, 0 if tile else None, *(None,) * len(width))
 
 
 def _shares(shape: Sequence[int], tile: int, splits: int, dtype: jnp.dtype) -> tuple:
     """An output of such a shape, a float32 one for each split if there are several."""
-    spec = _at(shape, tile)
-    where = block((None, *spec.block_shape), 3, *((2, 1, 0, None)[: len(shape)]))
-    return jax.ShapeDtypeStruct((splits, *shape), dtype if splits == 1 else jnp.float32), where
+    whole = jax.ShapeDtypeStruct((splits, *shape), dtype if splits == 1 else jnp.float32)
+    return whole, _at(shape, tile, split=True)
 
 
 def _stream_kernel(scale: float, shared: int) -> Callable:
@@ -280,12 +282,12 @@ def _stream_kernel(scale: float, shared: int) -> Callable:
     @jax.custom_vjp
     def attend(q, k, v, codes):
         tiles = Tiles.forward(q.dtype)
-        *call, splits = by_query(_forward_kernel, tiles, (q, k, v), codes, ())
+        run, grid, inputs, splits = by_query(_forward_kernel, tiles, (q, k, v), codes, ())
         outputs = [
             _shares(q.shape, tiles.queries, splits, q.dtype),
             _shares(q.shape[:3], tiles.queries, splits, jnp.float32),
         ]
-        out, lse = _run(*call, outputs)
+        out, lse = _run(run, grid, inputs, outputs)
         if splits == 1:
             return out[0], lse[0]
         return merge_partial(out, lse).astype(q.dtype), jax.scipy.special.logsumexp(lse, axis=0)
@@ -299,8 +301,8 @@ def _stream_kernel(scale: float, shared: int) -> Callable:
         dout, dlse = cotangents
         lse, delta = (x[:, :, 0] for x in backward_rows(out, lse[:, :, None], dout, dlse[:, :, None]))
         tiles, more = Tiles.backward(q.dtype), (dout, lse, delta)
-        *call, splits = by_query(_query_gradient_kernel, tiles, (q, k, v), codes, more)
-        (dq,) = _run(*call, [_shares(q.shape, tiles.queries, splits, q.dtype)])
+        run, grid, inputs, splits = by_query(_query_gradient_kernel, tiles, (q, k, v), codes, more)
+        (dq,) = _run(run, grid, inputs, [_shares(q.shape, tiles.queries, splits, q.dtype)])
         prefix = pl.cdiv(shared, tiles.keys) * tiles.keys
         parts = [
             key_gradients(q, k[:, :, where], v[:, :, where], codes._replace(keys=codes.keys[:, where]), more, tiles)
