@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -15,13 +16,15 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from etils import epath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from blockrank.errors import FieldError, UserError
+from blockrank.paths import as_path, local_path
 
 T = TypeVar("T")
 _ABSENT = object()
@@ -100,6 +103,12 @@ def _start(config_name: str, schema: type[T], run: Callable[[T], int | None], ar
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             status.append(2)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                status.append(1)
+                raise
+            print(f"error: {error.strerror}: {error.filename or 'make room and run it again'}", file=sys.stderr)
+            status.append(2)
         except BaseException:
             status.append(1)
             raise
@@ -141,8 +150,9 @@ def _hydra_raises() -> Iterator[None]:
 def build(cls: type[T], cfg: DictConfig | Mapping[str, Any], key: str = "") -> T:
     """The dataclass `cls` filled from `cfg`, strictly. `key` is the path of `cfg`, for errors.
 
-    Fields may be scalars, `Path` (made absolute from the current folder), `Literal`, tuples, lists, dicts with str
-    keys, other dataclasses, or unions; of several dataclasses the one whose `kind: Literal[...]` is the mapping's.
+    Fields may be scalars, `Path` (made absolute from the current folder), `AnyPath` (remote too), `Literal`, tuples,
+    lists, dicts with str keys, other dataclasses, or unions; of several dataclasses the one whose `kind: Literal[...]`
+    is the mapping's.
 
     Raises `UserError` naming the key: unknown, missing, of a wrong type, or refused by `__post_init__`.
     """
@@ -164,7 +174,7 @@ def to_plain(value: Any) -> Any:
         return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -284,10 +294,13 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
         return value
     if hint in (bool, str) and isinstance(value, hint):
         return value
-    if hint is Path and isinstance(value, str | Path):
+    if hint in (Path, epath.Path) and isinstance(value, str | PurePath):
         if not str(value):
             raise UserError(f"config key {key}: an empty path")
-        return Path(value).expanduser().absolute()
+        try:
+            return local_path(str(value)) if hint is Path else as_path(str(value))
+        except UserError as error:
+            raise UserError(f"config key {key}: {error}") from error
     name = getattr(hint, "__name__", str(hint))
     raise UserError(f"config key {key}: expected {name}, got {value!r} ({type(value).__name__})")
 

@@ -14,15 +14,16 @@ from blockrank.errors import UserError
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import load_decoder
 from blockrank.models.quantize import check_weights, quantize_model
+from blockrank.paths import AnyPath, fetched
 from blockrank.prompts.encode import PromptEncoder, PromptLimits
 from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
 from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
 from blockrank.rankers.reading import ReadingSettings
-from blockrank.training.checkpoint import load_checkpoint_model
 from blockrank.training.export import RankingRecord
-from blockrank.training.initial import check_vocabulary, model_path
+from blockrank.training.initial import check_vocabulary, is_model_file, model_path
+from blockrank.training.saved_model import load_checkpoint_model
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Source:
     limits: PromptLimits | None = None
 
 
-def open_source(path_or_name: str | Path, *, dtype: jnp.dtype = jnp.float32) -> Source:
+def open_source(path_or_name: str | AnyPath, *, dtype: jnp.dtype = jnp.float32) -> Source:
     """The model at `path_or_name`, with weights and activations in `dtype`.
 
     A training run's (or one of its steps') prompt, readout settings and limits come along, also those of a run exported
@@ -44,16 +45,21 @@ def open_source(path_or_name: str | Path, *, dtype: jnp.dtype = jnp.float32) -> 
     Raises `UserError` when there is nothing to load.
     """
     path = model_path(str(path_or_name))
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
-        model = load_decoder(path, dtype=dtype, param_dtype=dtype)
-        saved = path / TEMPLATE_FILE
-        template = PromptTemplate.from_yaml(saved) if saved.is_file() else None
-        record = RankingRecord.read(path)
-        settings, limits = (None, None) if record is None else (record.ranker, record.limits)
-        return Source(model, load_tokenizer(path), template, settings, limits)
+    if is_model_file(path):
+        with fetched(path) as local:
+            return _open_files(local, dtype)
     found = load_checkpoint_model(path, dtype=dtype, param_dtype=dtype)
     record = RankingRecord.of_run(found.meta)
     return Source(found.model, found.tokenizer, found.template, record.ranker, record.limits)
+
+
+def _open_files(path: Path, dtype: jnp.dtype) -> Source:
+    model = load_decoder(path, dtype=dtype, param_dtype=dtype)
+    saved = path / TEMPLATE_FILE
+    template = PromptTemplate.from_yaml(saved) if saved.is_file() else None
+    record = RankingRecord.read(path)
+    settings, limits = (None, None) if record is None else (record.ranker, record.limits)
+    return Source(model, load_tokenizer(path), template, settings, limits)
 
 
 def make_ranker(

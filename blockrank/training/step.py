@@ -76,7 +76,8 @@ def make_train_step(
     never holds accumulated gradients.
 
     Metrics: the loss function's, and `loss`, `grad_norm` (before clipping, of what is trainable), `learning_rate`,
-    `finite` (bool). If loss or gradient norm is not finite the parameters and optimiser state stay as they were.
+    `finite` (bool), `skipped` (updates refused so far). If loss or gradient norm is not finite the parameters and
+    optimiser state stay as they were.
 
     For a mesh, call it under `jax.set_mesh` with a state as `place_state` and a batch as `spread_lists` places it.
     """
@@ -123,10 +124,10 @@ def make_train_step(
             (part, state.optimizer_state),
         )
         rate = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
-        metrics = {"loss": loss, **metrics, "grad_norm": grad_norm, "learning_rate": rate, "finite": finite}
         skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+        own = {"grad_norm": grad_norm, "learning_rate": rate, "finite": finite, "skipped": skipped}
         after = TrainState(state.step + 1, skipped, trainable.put(state.params, part), moments)
-        return spread_state(after, state.params), metrics
+        return spread_state(after, state.params), {"loss": loss, **metrics, **own}
 
     return jax.jit(step, donate_argnums=0)
 

@@ -22,6 +22,9 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from blockrank.data.files import atomic_write
+from blockrank.errors import UserError
+
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
@@ -58,24 +61,47 @@ class JsonLines:
     """Appends one JSON object per step to a file, whole lines only.
 
     `resume_step` None starts a new file; otherwise lines of later steps (written after the checkpoint that training
-    resumes from) and a torn last line are removed, so that no step is there twice.
+    resumes from) and a torn last line are removed, so that no step is there twice. Lines that cannot be written (a full
+    disk) are told once, kept, and written with a later line. Raises `UserError` if the file cannot be made.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else [row for row in read_metrics(self.path) if row[STEP] <= resume_step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        temporary.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            with atomic_write(self.path) as file:
+                file.write("".join(_line(row) for row in kept).encode("utf-8"))
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
+        self._waiting = b""
+        self._told = False
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._file.write(_line({STEP: step, **values}))
-        self._file.flush()
+        self._waiting += _line({STEP: step, **values}).encode("utf-8")
+        self._write()
 
     def close(self) -> None:
+        if self._waiting:
+            self._write()
+        if self._waiting:
+            log.warning("%s: %d lines are lost", self.path, self._waiting.count(b"\n"))
         self._file.close()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                written = self._file.write(self._waiting)
+                self._waiting = self._waiting[written:]
+        except OSError as error:
+            self._tell(error)
+            return
+        self._told = False
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            log.warning("%s: %s; its lines wait in memory until it can be written", self.path, error.strerror or error)
+        self._told = True
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,13 +19,16 @@ from jax.sharding import AbstractMesh, Mesh
 from blockrank.config import differences
 from blockrank.errors import UserError, at_least, between
 from blockrank.parallel import LISTS, spread_lists
+from blockrank.paths import AnyPath
 from blockrank.training.batches import HostBatch
-from blockrank.training.checkpoint import FOLDER, Checkpoints, CheckpointSettings
+from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer, master_weights
+from blockrank.training.run_folder import RunFolder
 from blockrank.training.state import TrainState, count_parameters, place_new_state, split_model, state_shapes
 from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
+from blockrank.training.stopping import Stopped, StopSignals
 from blockrank.training.telemetry import Meter
-from blockrank.training.tracking import METRICS_FILE, TrackerSettings, make_trackers
+from blockrank.training.tracking import METRICS_FILE, STEP, TrackerSettings, make_trackers, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class TrainerSettings:
     `on_nonfinite`: `stop` at a loss or gradient that is not finite, or `skip` that update, at most `max_skipped` times.
     `max_share_without_positive`: stop when more lists than that (of at least 100 seen) have no positive document.
     `resume`: continue from the newest checkpoint in the output folder; otherwise an earlier run there is an error.
+    `exit_code_when_stopped`: the command's status after a signal stopped it and running it again continues.
     """
 
     batch_size: int = 32
@@ -65,11 +67,13 @@ class TrainerSettings:
     max_skipped: int = 10
     max_share_without_positive: float = 0.1
     resume: bool = True
+    exit_code_when_stopped: int = 0
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "accumulation", "num_epochs", "total_steps", "log_every")
         at_least(self, 0, "validate_every", "max_skipped")
         between(self, 0, 1, "max_share_without_positive")
+        between(self, 0, 255, "exit_code_when_stopped")
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `UserError` unless every micro-batch gives all groups of devices as many lists."""
@@ -84,12 +88,15 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`status` is `finished`, or `interrupted` when a signal ended the run early; `model` has the trained weights."""
+    """`status` is `finished`, or `interrupted` when a signal ended the run early; `model` has the trained weights.
+
+    `checkpoint` is the newest (None: stopped before the first), `metrics` a local file.
+    """
 
     status: Literal["finished", "interrupted"]
     step: int
     model: Any
-    checkpoint: Path
+    checkpoint: AnyPath | None
     metrics: Path
 
 
@@ -111,6 +118,7 @@ class _Pending:
     step: int
     metrics: Metrics
     batch: HostBatch
+    position: Any
 
 
 class Trainer:
@@ -122,12 +130,14 @@ class Trainer:
     `batches` then holds this host's `list_part` of every batch. `model` may hold host arrays.
 
     `model`'s parameters are consumed (donated to the first step). SIGTERM and SIGINT end the run after
-    the current step with a checkpoint; a second SIGINT stops at once.
+    the current step with a checkpoint, and a validation at once, which is made up for on resume; a second SIGINT stops
+    at once.
+    `signals`: what the caller has entered already, else the trainer listens for itself.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | AnyPath | RunFolder,
         model: nnx.Module,
         batches: Batches,
         loss_fn: LossFn,
@@ -143,8 +153,10 @@ class Trainer:
         between: tuple[LossFn, ShareFn | None] | None = None,
         validate: Validate | None = None,
         mesh: Mesh | None = None,
+        signals: StopSignals | None = None,
     ):
-        self.folder, self.batches, self.total_steps = Path(folder), batches, total_steps
+        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+        self.batches, self.total_steps = batches, total_steps
         self.settings, self.record, self.validate, self.mesh = settings, record, validate, mesh
         if mesh is not None:
             settings.check_mesh(mesh)
@@ -164,41 +176,54 @@ class Trainer:
         self._step_between = self._full_step if between is None else step_fn(*between)
         self._shapes = state_shapes(params, rule, trainable, mesh)
         self._create = partial(place_new_state, params, rule, trainable, mesh)
-        self._stop: int | None = None
+        self._own_signals = signals is None
+        self._signals = signals or StopSignals()
+        self._validation_due = False
         self._pending: _Pending | None = None
         self._seen = self._without_positive = 0
         self._meter = Meter(total_steps, count_parameters(params))
 
     def run(self) -> TrainResult:
-        """Trains to the end, or to a signal. Raises `UserError` for a loss that is not finite or unusable data."""
-        self._checkpoints = Checkpoints(self.folder / FOLDER, self._checkpoint_settings)
-        resumed = self._restore()
-        if resumed is None:
-            self._state = self._create()
-        del self._create  # and with it the initial parameters
-        self._trackers = make_trackers(
-            self._tracker_settings,
-            self.folder,
-            self.record.meta,
-            total_steps=self.total_steps,
-            resume_step=resumed,
-            display_every=self.settings.log_every,
-        )
-        try:
-            with self._signals():
-                step = self._loop(resumed or 0)
-            self._checkpoints.wait()
-        finally:
-            self._trackers.close()
-            self._checkpoints.close()
-        if self._stop is not None:
+        """Trains to the end, or to a signal. Raises `UserError` for a loss that is not finite or unusable data, and if
+        the last step cannot be saved."""
+        with self._signals if self._own_signals else nullcontext(), self._signals.noted():
+            self._checkpoints = Checkpoints(self.folder.checkpoints, self._checkpoint_settings)
+            try:
+                resumed = self._restore()
+                if resumed is None:
+                    self._state = self._create()
+                del self._create  # and with it the initial parameters
+                self._trackers = make_trackers(
+                    self._tracker_settings,
+                    self.folder.local,
+                    self.record.meta,
+                    total_steps=self.total_steps,
+                    resume_step=resumed,
+                    display_every=self.settings.log_every,
+                )
+                try:
+                    step = self._loop(resumed or 0)
+                finally:
+                    self._trackers.close()
+                    self.folder.push()
+                self._checkpoints.wait()
+                last = self._checkpoints.latest
+            finally:
+                self._checkpoints.close()
+        if step and step != last:
+            known = "there is no checkpoint" if last is None else f"the last good checkpoint is of step {last}"
+            raise UserError(
+                f"step {step}, the last, is not saved in {self.folder.path}: {known}; see the warnings above"
+            )
+        interrupted = self._signals.requested is not None
+        if interrupted:
             print(f"stopped at step {step} of {self.total_steps}; resumable: run the same command again")
         return TrainResult(
-            "finished" if self._stop is None else "interrupted",
+            "interrupted" if interrupted else "finished",
             step,
             self._model(self._state),
-            self._checkpoints.path(step),
-            self.folder / METRICS_FILE,
+            None if last is None else self._checkpoints.path(last),
+            self.folder.local / METRICS_FILE,
         )
 
     def _restore(self) -> int | None:
@@ -206,24 +231,32 @@ class Trainer:
         if latest is None:
             return None
         if not self.settings.resume:
-            raise UserError(f"{self.folder} holds a run already (step {latest}): choose another output_dir, or resume")
+            raise UserError(
+                f"{self.folder.path} holds a run already (step {latest}): choose another output_dir, or resume"
+            )
         saved = self._checkpoints.restore_json("meta", latest).get("identity", {})
         wanted = json.loads(json.dumps(self.record.identity))
         saved, wanted = ({k: v for k, v in each.items() if v is not None} for each in (saved, wanted))
         if saved != wanted:
             raise UserError(
-                f"{self.folder} holds a run with another configuration ({differences(saved, wanted)}): "
+                f"{self.folder.path} holds a run with another configuration ({differences(saved, wanted)}): "
                 "choose another output_dir"
             )
         self._state, data = self._checkpoints.restore(self._shapes, latest)
         self.batches.set_state(data["iterator"])
         self._seen, self._without_positive = data["seen"], data["without_positive"]
+        rows = read_metrics(self.folder.local / METRICS_FILE)
+        validated = any(row[STEP] == latest and any(key.startswith("validation/") for key in row) for row in rows)
+        self._validation_due = data["validation_due"] and self.validate is not None and not validated
         return latest
 
     def _loop(self, step: int) -> int:
         settings, every = self.settings, self._checkpoint_settings.every_steps
         self._meter.restart()
-        while step < self.total_steps and self._stop is None:
+        if self._validation_due:
+            self._validation(step)
+        while step < self.total_steps and self._signals.requested is None:
+            position = self.batches.get_state()
             try:
                 batch = next(self.batches)
             except StopIteration:
@@ -234,7 +267,7 @@ class Trainer:
             self._state, metrics = self._run_step(step_fn, batch)
             step += 1
             self._flush()
-            self._pending = _Pending(step, metrics, batch)
+            self._pending = _Pending(step, metrics, batch, position)
             done = step == self.total_steps
             if self.validate is not None and settings.validate_every and (done or step % settings.validate_every == 0):
                 self._flush()
@@ -243,7 +276,8 @@ class Trainer:
                 self._flush()
                 self._save(step)
         self._flush()
-        self._save(step)
+        if step:
+            self._save(step)
         return step
 
     def _run_step(self, step: Step, batch: HostBatch) -> tuple[TrainState, Metrics]:
@@ -268,10 +302,18 @@ class Trainer:
 
     def _not_finite(self, pending: _Pending, metrics: Mapping[str, float]) -> None:
         what = "loss" if not math.isfinite(metrics["loss"]) else "gradient norm"
-        file = self.folder / f"not_finite_step_{pending.step}.json"
-        record = {"step": pending.step, "query_ids": pending.batch.query_ids, **{k: str(v) for k, v in metrics.items()}}
-        file.write_text(json.dumps(record, indent=1))
-        skipped = int(self._state.skipped)
+        file = self.folder.local / f"not_finite_step_{pending.step}.json"
+        record = {
+            "step": pending.step,
+            "query_ids": pending.batch.query_ids,
+            "iterator": pending.position,
+            **{k: str(v) for k, v in metrics.items()},
+        }
+        try:
+            file.write_text(json.dumps(record, indent=1))
+        except OSError as error:
+            log.warning("%s: %s; it would hold %s", file, error.strerror, json.dumps(record))
+        skipped = int(metrics["skipped"])
         if self.settings.on_nonfinite == "skip" and skipped <= self.settings.max_skipped:
             log.warning(
                 "step %d: %s is not finite, update skipped (%d so far); see %s", pending.step, what, skipped, file
@@ -292,9 +334,19 @@ class Trainer:
                 f"trainer.max_share_without_positive={self.settings.max_share_without_positive}: check the qrels"
             )
 
-    def _validation(self, step: int) -> dict[str, float]:
+    def _validation(self, step: int) -> dict[str, float] | None:
+        """The metrics, or None when a signal ended the validation: then the next run begins with it."""
         assert self.validate is not None
-        found = {f"validation/{k}": float(v) for k, v in self.validate(self._model(self._state), step).items()}
+        self._validation_due = True
+        if self._signals.requested is not None:
+            return None
+        try:
+            with self._signals.noted(False):
+                found = self.validate(self._model(self._state), step)
+        except Stopped:
+            return None
+        self._validation_due = False
+        found = {f"validation/{k}": float(v) for k, v in found.items()}
         self._trackers.log(step, found)
         self._meter.restart()
         return found
@@ -304,31 +356,14 @@ class Trainer:
             "iterator": self.batches.get_state(),
             "seen": self._seen,
             "without_positive": self._without_positive,
+            "validation_due": self._validation_due,
         }
         meta = {**self.record.meta, "identity": dict(self.record.identity), "step": step}
         self._checkpoints.save(self._state, data=data, meta=meta, write_files=self.record.write_files, metrics=metrics)
         if jax.default_backend() == "cpu":
             self._checkpoints.wait()  # the copy being written would share the memory of the next step
+        self.folder.push()
         self._meter.restart()
 
     def _model(self, state: TrainState) -> Any:
         return nnx.merge(self._graphdef, state.params)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """While training, SIGTERM and the first SIGINT only ask to stop."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number: int, _: Any) -> None:
-            if self._stop is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._stop = number
-
-        previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
