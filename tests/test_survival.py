@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -131,6 +132,43 @@ def test_a_signal_before_the_first_step_saves_nothing_and_loses_nothing(tmp_path
     assert (stopped.status, stopped.step, stopped.checkpoint) == ("interrupted", 0, None)
     assert "resumable" in capsys.readouterr().out
     assert trainer(tmp_path).run().status == "finished"
+
+
+COMMAND = """
+import blockrank.train as command
+from survival_helpers import CountedBatches, small_batch, small_trainer
+
+class StopAt(CountedBatches):
+    def __next__(self):
+        if self.next == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return super().__next__()
+
+def train(config, console, signals):
+    if moments[0] == "loading":
+        signal.raise_signal(signal.SIGTERM)
+    batches = (StopAt if moments[0] == "training" else CountedBatches)(small_batch)
+    return small_trainer(config.output_dir, batches=batches, signals=signals).run()
+
+command.train, moments = train, ["loading", "training", "never"]
+while moments:
+    try:
+        command.main()
+    except SystemExit as end:
+        print("status", end.code)
+    del moments[0]
+"""
+
+
+def test_the_command_tells_its_status_when_it_was_stopped(tmp_path):
+    """Of the command all is real but what it trains."""
+    arguments = ["model=tiny", "data=pydocs", f"output_dir={tmp_path / 'run'}", "trainer.exit_code_when_stopped=75"]
+    code = f"import signal, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{COMMAND}"
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", code, *arguments], capture_output=True, text=True)
+    lines = [line for line in told.stdout.splitlines() if line.startswith(("status", "stopped"))]
+    assert [line.partition(";")[0] for line in lines] == [
+        *("stopped outside of training steps", "status 75", "stopped at step 4 of 6", "status 75", "status 0"),
+    ], told.stderr[-2000:]
 
 
 def no_space(*_: object) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -203,6 +205,7 @@ class Checkpoints:
             yield
         except Exception as error:
             self._saving = None
+            _release(error)
             with suppress(Exception):
                 self._manager.close()  # raises the same error again
             self._remove_unfinished(step)
@@ -318,6 +321,16 @@ class Checkpoints:
             f"checkpoint {self.path(step)} is damaged ({item}: {reason}): delete that folder; {advice}"
             + (", from which the same command then continues" if earlier else "")
         )
+
+
+def _release(error: BaseException) -> None:
+    """Drops what the frames of `error` hold: among it coroutines that Orbax made and will not run, with no warning."""
+    chain: BaseException | None = error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        while chain is not None:
+            traceback.clear_frames(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
 
 
 def _no_files(folder: Path) -> None:

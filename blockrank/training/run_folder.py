@@ -20,7 +20,7 @@ class RunFolder:
     """`path` is where a run is kept, `local` where its files are written, all but the checkpoints.
 
     Both are one for a local run. The files of a remote run are written below the cache folder, which starts as a copy
-    of what is at `path`, and `push` copies them there: what is remote counts, what is local is scratch.
+    of what is at `path`, and `push` copies process 0's there: what is remote counts, what is local is scratch.
     """
 
     def __init__(self, path: str | AnyPath):
@@ -29,10 +29,10 @@ class RunFolder:
         if isinstance(self.path, Path):
             self.local = self.path
             return
-        self.local = cache_dir() / "runs" / digest(str(self.path)) / self.path.name
+        self.local = cache_dir() / "runs" / digest(f"{self.path} {jax.process_index()}") / self.path.name
         shutil.rmtree(self.local, ignore_errors=True)
         self.local.mkdir(parents=True)
-        if jax.process_index() == 0 and self.path.is_dir():
+        if self.path.is_dir():
             copy_tree(self.path, self.local, skip=(FOLDER,))
             self._pushed = self._files()
 
