@@ -95,6 +95,7 @@ class Checkpoints:
             raise UserError(f"no checkpoints at {self.folder}")
         self._settings, self._read_only = settings or CheckpointSettings(), read_only
         self._saving: int | None = None
+        self._failed: set[int] = set()
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -176,6 +177,7 @@ class Checkpoints:
         steps that were there stay, and `on_error` says whether that is a `UserError` or a warning.
         """
         self.wait()
+        self._remove_unfinished()
         step = int(state.step)
         if step in self.steps:
             return step
@@ -208,7 +210,9 @@ class Checkpoints:
             _release(error)
             with suppress(Exception):
                 self._manager.close()  # raises the same error again
-            self._remove_unfinished(step)
+            if step is not None:
+                self._failed.add(step)
+            self._remove_unfinished()
             self._manager = self._open()
             last = self.latest
             kept = f"the last good checkpoint is {self.path(last)}" if last is not None else "there is none before it"
@@ -220,13 +224,15 @@ class Checkpoints:
                 f"{text}: make room and run the same command again, or set checkpoints.on_error=continue"
             ) from error
 
-    def _remove_unfinished(self, step: int | None) -> None:
-        """The folder of a save that failed: under a temporary name, or on object stores under its own."""
-        if jax.process_index() != 0:
+    def _remove_unfinished(self) -> None:
+        """The folders of saves that failed: under a temporary name, or on object stores under their own.
+
+        Writers that had begun are not waited for by Orbax, and may make such a folder again."""
+        if jax.process_index() != 0 or not self._failed:
             return
         for folder in map(epath.Path, self.folder.iterdir()):
-            own = folder.name == str(step) and not ocp.utils.is_checkpoint_finalized(folder)
-            if own or folder.name.startswith(f"{step}{ocp.utils.TMP_DIR_SUFFIX}"):
+            step = folder.name.partition(ocp.utils.TMP_DIR_SUFFIX)[0]
+            if step.isdigit() and int(step) in self._failed and not ocp.utils.is_checkpoint_finalized(folder):
                 with suppress(OSError):
                     folder.rmtree()
 
@@ -275,6 +281,7 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+        self._remove_unfinished()
 
     def chosen(self, step: int | None) -> int:
         """`step`, or the latest if None. Raises `UserError` if it is not there."""
