@@ -22,6 +22,7 @@ from blockrank.parallel import LISTS, spread_lists
 from blockrank.paths import AnyPath
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
+from blockrank.training.health import Health
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer, master_weights
 from blockrank.training.run_folder import RunFolder
 from blockrank.training.state import TrainState, count_parameters, place_new_state, split_model, state_shapes
@@ -180,7 +181,7 @@ class Trainer:
         self._signals = signals or StopSignals()
         self._validation_due = False
         self._pending: _Pending | None = None
-        self._seen = self._without_positive = 0
+        self._health = Health(settings.on_nonfinite, settings.max_skipped, settings.max_share_without_positive)
         self._meter = Meter(total_steps, count_parameters(params))
 
     def run(self) -> TrainResult:
@@ -244,7 +245,7 @@ class Trainer:
             )
         self._state, data = self._checkpoints.restore(self._shapes, latest)
         self.batches.set_state(data["iterator"])
-        self._seen, self._without_positive = data["seen"], data["without_positive"]
+        self._health.seen, self._health.without_positive = data["seen"], data["without_positive"]
         rows = read_metrics(self.folder.local / METRICS_FILE)
         validated = any(row[STEP] == latest and any(key.startswith("validation/") for key in row) for row in rows)
         self._validation_due = data["validation_due"] and self.validate is not None and not validated
@@ -262,7 +263,7 @@ class Trainer:
             except StopIteration:
                 log.warning("the data ended at step %d of %d", step, self.total_steps)
                 break
-            self._count(batch)
+            self._health.count(batch)
             step_fn = self._step_between if step % self._full_every else self._full_step
             self._state, metrics = self._run_step(step_fn, batch)
             step += 1
@@ -298,41 +299,7 @@ class Trainer:
         values["query_ids"] = list(pending.batch.query_ids)
         self._trackers.log(pending.step, values)
         if not finite:
-            self._not_finite(pending, metrics)
-
-    def _not_finite(self, pending: _Pending, metrics: Mapping[str, float]) -> None:
-        what = "loss" if not math.isfinite(metrics["loss"]) else "gradient norm"
-        file = self.folder.local / f"not_finite_step_{pending.step}.json"
-        record = {
-            "step": pending.step,
-            "query_ids": pending.batch.query_ids,
-            "iterator": pending.position,
-            **{k: str(v) for k, v in metrics.items()},
-        }
-        try:
-            file.write_text(json.dumps(record, indent=1))
-        except OSError as error:
-            log.warning("%s: %s; it would hold %s", file, error.strerror, json.dumps(record))
-        skipped = int(metrics["skipped"])
-        if self.settings.on_nonfinite == "skip" and skipped <= self.settings.max_skipped:
-            log.warning(
-                "step %d: %s is not finite, update skipped (%d so far); see %s", pending.step, what, skipped, file
-            )
-            return
-        advice = "lower optimizer.schedule.peak, check these lists, or set trainer.on_nonfinite=skip"
-        if self.settings.on_nonfinite == "skip":
-            advice = f"more than trainer.max_skipped={self.settings.max_skipped} updates were skipped"
-        raise UserError(f"step {pending.step}: the {what} is not finite (query ids in {file}): {advice}")
-
-    def _count(self, batch: HostBatch) -> None:
-        self._seen += len(batch.query_ids)
-        self._without_positive += batch.without_positive
-        share = self._without_positive / self._seen
-        if self._seen >= 100 and share > self.settings.max_share_without_positive:
-            raise UserError(
-                f"{self._without_positive} of {self._seen} training lists have no positive document, more than "
-                f"trainer.max_share_without_positive={self.settings.max_share_without_positive}: check the qrels"
-            )
+            self._health.not_finite(self.folder.local, pending.step, pending.batch, pending.position, metrics)
 
     def _validation(self, step: int) -> dict[str, float] | None:
         """The metrics, or None when a signal ended the validation: then the next run begins with it."""
@@ -354,8 +321,8 @@ class Trainer:
     def _save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         data = {
             "iterator": self.batches.get_state(),
-            "seen": self._seen,
-            "without_positive": self._without_positive,
+            "seen": self._health.seen,
+            "without_positive": self._health.without_positive,
             "validation_due": self._validation_due,
         }
         meta = {**self.record.meta, "identity": dict(self.record.identity), "step": step}
