@@ -99,27 +99,47 @@ def unfinished(folder: Path) -> list[Path]:
     return list((folder / FOLDER).glob("*.orbax-checkpoint-tmp*"))
 
 
+class Life:
+    """What one process has done, apart from what those before it left: a life begins its log with a new file, after it
+    has swept away unfinished saves."""
+
+    def __init__(self, folder: Path, resumed_from: int) -> None:
+        self._folder, self._resumed_from = folder, resumed_from
+        self._before = self._log()
+
+    def _log(self) -> int | None:
+        file = self._folder / METRICS_FILE
+        return file.stat().st_ino if file.exists() else None
+
+    def steps(self) -> int:
+        return 0 if self._log() == self._before else rows(self._folder) - self._resumed_from
+
+    def saves(self) -> int:
+        return 0 if self._log() == self._before else len(unfinished(self._folder))
+
+
 def kill_and_resume(folder: Path, steps: int, kills: int, seed: int) -> Tally:
     """Trains to `steps` through `kills` SIGKILLs at random moments; every second one as soon as a save is under way."""
     rng, tally, startup = random.Random(seed), Tally(), 1.0
     with Nursery() as nursery:
         while len(tally.resumed_from) < kills:
+            life = Life(folder, tally.resumed_from[-1] if tally.resumed_from else 0)
             process, begun = nursery.start(folder, steps), time.monotonic()
-            before = tally.resumed_from[-1] if tally.resumed_from else 0  # a row for each step
             saving = len(tally.resumed_from) % 2 == 0
             wanted = rng.randrange(4) if not saving else rng.randrange(1, 4)
-            wait(process, lambda: rows(folder) - before, wanted)  # noqa: B023
+            wait(process, life.steps, wanted)
             startup = time.monotonic() - begun if wanted else startup
             if saving:
-                wait(process, lambda: len(unfinished(folder)), 1)
-            time.sleep(rng.uniform(0, 0.01 if saving else 0.2 if wanted else startup))
+                wait(process, life.saves, 1)
+                time.sleep(rng.uniform(0, 0.01))
+            else:  # at most a few steps, or there is nothing left to kill
+                wait(process, life.steps, wanted + 8 if wanted else 1, rng.uniform(0, 0.2 if wanted else startup))
             os.kill(process, signal.SIGKILL)
             status = nursery.end()
             if status != -signal.SIGKILL:
                 raise AssertionError(f"ended with {status} by itself:\n{Path(f'{folder}.log').read_text()[-3000:]}")
-            torn, found = bool(unfinished(folder)), rows(folder) - before
-            tally.in_a_save += torn
-            tally.before_a_step += found <= 0
+            tally.in_a_save += life.saves() > 0
+            tally.before_a_step += life.steps() == 0
             exists = (folder / FOLDER).is_dir()
             tally.resumed_from.append((exists and Checkpoints(folder / FOLDER, read_only=True).latest) or 0)
         nursery.start(folder, steps)

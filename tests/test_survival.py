@@ -56,7 +56,7 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(3, 24), pytest.param(20, 120, marks=pytest.mark.slow)], ids=["three", "twenty"]
+    ("kills", "steps"), [(3, 30), pytest.param(20, 240, marks=pytest.mark.slow)], ids=["three", "twenty"]
 )
 def test_killed_at_random_moments_it_resumes_to_the_bit(tmp_path, kills, steps, capsys):
     trainer(tmp_path / "whole", total_steps=steps).run()
