@@ -142,7 +142,7 @@ def test_dry_run_counts_parameters_and_tokens_from_shapes():
     # Prefix 160, 30 chunks of 160 three to a row of 512, suffix 160 and the answer; buckets may add a third.
     least = 160 + 10 * 512 + 160
     assert least < tokens < 4 * least / 3
-    assert f"tokens per step: {32 * tokens:,} at most, in 4 micro-batches" in text
+    assert f"tokens per step: {32 * tokens:,} at most, in 2 micro-batches" in text
     assert "suffix_offset: 8192" in text
 
 
