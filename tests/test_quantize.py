@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import random_prompt, tiny_config, tiny_decoder
+from strategies import HASTE, random_prompt, tiny_config, tiny_decoder
 
 from blockrank.api import Reranker
 from blockrank.attention.visibility import BLOCKRANK
@@ -29,7 +29,7 @@ LAYER = 2
 
 def decoder() -> Decoder:
     """With biases and norms of queries and keys, and a head of its own."""
-    return tiny_decoder(replace(tiny_config(4, tie_embeddings=False), qkv_bias=True, qk_norm=True))
+    return tiny_decoder(replace(tiny_config(3, tie_embeddings=False), qkv_bias=True, qk_norm=True))
 
 
 def scores(model: Decoder | TruncatedDecoder) -> np.ndarray:
@@ -40,7 +40,7 @@ def scores(model: Decoder | TruncatedDecoder) -> np.ndarray:
     def score(state: nnx.State) -> jax.Array:
         return attention_scores(nnx.merge(graph, state), layout, LAYER, visibility=BLOCKRANK, aggregation="sum")
 
-    return np.asarray(jax.jit(score)(state))
+    return np.asarray(jax.jit(score, compiler_options=HASTE)(state))
 
 
 def dequantized(model: Decoder) -> Decoder:
