@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 
 from blockrank.config import entry, to_plain
+from blockrank.costs.prediction import TrainingCosts
 from blockrank.data.collection import Collection
 from blockrank.data.loader import training_iterator
 from blockrank.data.sampling import TrainingLists
@@ -34,6 +35,7 @@ from blockrank.evaluation.files import git_commit, versions
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.evaluation.metrics import parse_measure
 from blockrank.layout import LayoutShape
+from blockrank.losses import Objective
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import weights_fingerprint
 from blockrank.parallel import host_memory, list_part, open_mesh
@@ -46,13 +48,15 @@ from blockrank.training.batches import BatchEncoder
 from blockrank.training.curves import plot_curves
 from blockrank.training.dry_run import dry_run
 from blockrank.training.initial import check_vocabulary
+from blockrank.training.optimizer import Trainable
 from blockrank.training.recipe import HeldOutConfig, TrainConfig, TrainingListsConfig
 from blockrank.training.run_folder import RunFolder
+from blockrank.training.settings import RunRecord, TrainResult
 from blockrank.training.state import count_parameters, split_model
 from blockrank.training.step import ranking_loss_fn, ranking_share_fn
 from blockrank.training.stopping import Stopped, StopSignals
 from blockrank.training.tracking import metric_name
-from blockrank.training.trainer import RunRecord, Trainer, TrainResult
+from blockrank.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +153,8 @@ def train(config: TrainConfig, console: Console, signals: StopSignals | None = N
         record=_record(config, encoder, model, batches.shape, total_steps),
         mesh=mesh,
         signals=signals,
+        costs=_costs(config, model, objective, attention_only),
+        profile=config.profiled_steps(),
     )
     result = trainer.run()
     plot = plot_curves(result.metrics, folder.local / "curves.png") if jax.process_index() == 0 else None
@@ -210,6 +216,11 @@ def _validation(
         return {metric_name(name): value for name, value in evaluator.run().means.items()}
 
     return validate
+
+
+def _costs(config: TrainConfig, model: Decoder, objective: Objective, between: Objective) -> TrainingCosts:
+    params = split_model(model)[1]
+    return TrainingCosts.of(model.config, params, Trainable.of(params, config.optimizer), objective, between)
 
 
 def _scores_identity(config: TrainConfig, held_out: HeldOut, ranker: AttentionRanker) -> dict[str, Any]:

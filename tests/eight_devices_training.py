@@ -27,10 +27,11 @@ from blockrank.training.checkpoint import CheckpointSettings
 from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings, Trainable, make_optimizer
 from blockrank.training.recipe import TrainConfig
 from blockrank.training.rounding import add_updates
+from blockrank.training.settings import RunRecord, TrainerSettings
 from blockrank.training.state import TrainState, place_new_state, split_model
 from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
 from blockrank.training.tracking import read_metrics
-from blockrank.training.trainer import RunRecord, Trainer, TrainerSettings
+from blockrank.training.trainer import Trainer
 
 LISTS = 8
 CONSTANT = ScheduleSettings(peak=1e-2, warmup_steps=1, decay="constant")

@@ -13,8 +13,9 @@ from training_helpers import CountedBatches
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import CheckpointSettings
 from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings
+from blockrank.training.settings import RunRecord, TrainerSettings
 from blockrank.training.tracking import read_metrics
-from blockrank.training.trainer import RunRecord, Trainer, TrainerSettings
+from blockrank.training.trainer import Trainer
 
 ADAMW = OptimizerSettings(name="adamw", schedule=ScheduleSettings(peak=1e-2, warmup_steps=1, decay="constant"))
 

@@ -24,10 +24,10 @@ from training_helpers import CountedBatches
 
 from blockrank.errors import UserError
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
+from blockrank.training.settings import RunRecord, TrainerSettings
 from blockrank.training.state import split_model
 from blockrank.training.stopping import Stopped, StopSignals
 from blockrank.training.tracking import JsonLines, read_metrics
-from blockrank.training.trainer import RunRecord, TrainerSettings
 
 
 class SmallBatches(CountedBatches):

@@ -21,10 +21,11 @@ from blockrank.errors import UserError
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
 from blockrank.training.curves import plot_curves
 from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings, Trainable, make_optimizer
+from blockrank.training.settings import RunRecord, TrainerSettings
 from blockrank.training.state import create_state, split_model
 from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
 from blockrank.training.tracking import read_metrics
-from blockrank.training.trainer import RunRecord, Trainer, TrainerSettings
+from blockrank.training.trainer import Trainer
 
 ADAMW = OptimizerSettings(name="adamw", schedule=ScheduleSettings(peak=1e-2, warmup_steps=1, decay="constant"))
 TESTS = str(Path(__file__).parent)

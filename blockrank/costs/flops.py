@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from blockrank.models.config import DecoderConfig
@@ -47,7 +48,11 @@ def causal_pairs(tokens: int) -> int:
 
 def visible_pairs(prompt: PromptSegments) -> int:
     """(query, key) pairs of BlockRank's pattern."""
-    prefix, suffix = len(prompt.prefix), len(prompt.suffix)
-    lengths = [len(document) for document in prompt.documents]
+    return blockrank_pairs(len(prompt.prefix), [len(document) for document in prompt.documents], len(prompt.suffix))
+
+
+def blockrank_pairs(prefix: int, documents: Iterable[int], suffix: int) -> int:
+    """(query, key) pairs of BlockRank's pattern, from the lengths of the segments."""
+    lengths = [int(length) for length in documents]
     within = sum(map(causal_pairs, (prefix, suffix, *lengths)))
     return within + prefix * sum(lengths) + suffix * (prefix + sum(lengths))

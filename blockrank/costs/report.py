@@ -89,24 +89,32 @@ def measure(planned: Planned, text: Path | None = None) -> ProgramCosts:
             raise
         return ProgramCosts(**common, compile_seconds=time.perf_counter() - start, error=str(error).splitlines()[0])
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    program = compiled.as_text()
     if text is not None:
-        text.write_text(program)
-    costs = Program(program).costs
-    return ProgramCosts(
-        **common,
-        compile_seconds=seconds,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-        flops=costs.flops,
-        bytes=costs.bytes,
-        collectives=dict(costs.collectives),
-        collective_bytes=dict(costs.collective_bytes),
-    )
+        text.write_text(compiled.as_text())
+    return ProgramCosts(**common, compile_seconds=seconds, **memory_costs(compiled), **work_costs(compiled))
+
+
+def memory_costs(compiled: Any) -> dict[str, int]:
+    """The fields of `ProgramCosts` that say what memory a compiled program takes."""
+    memory = compiled.memory_analysis()
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+
+
+def work_costs(compiled: Any) -> dict[str, Any]:
+    """The fields of `ProgramCosts` that say what a compiled program computes, moves and sends."""
+    costs = Program(compiled.as_text()).costs
+    return {
+        "flops": costs.flops,
+        "bytes": costs.bytes,
+        "collectives": dict(costs.collectives),
+        "collective_bytes": dict(costs.collective_bytes),
+    }
 
 
 def table(rows: Sequence[ProgramCosts], chip: Chip) -> str:

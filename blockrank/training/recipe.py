@@ -23,8 +23,9 @@ from blockrank.retrieval.lists import ListsConfig
 from blockrank.training.checkpoint import CheckpointSettings
 from blockrank.training.initial import ModelConfig
 from blockrank.training.optimizer import OptimizerSettings
+from blockrank.training.profile import ProfiledSteps
+from blockrank.training.settings import TrainerSettings
 from blockrank.training.tracking import TrackerSettings
-from blockrank.training.trainer import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,15 @@ class TrainConfig:
     checkpoints: CheckpointSettings
     validation: HeldOutConfig | None = None
     test: HeldOutConfig | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         between(self, 0, 2**32 - 1, "seed")
+        self.profiled_steps()
+
+    def profiled_steps(self) -> ProfiledSteps | None:
+        """The steps of `profile`, `steps:10-13`. Raises `FieldError` for anything else."""
+        return None if self.profile is None else ProfiledSteps.parse(self.profile)
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `UserError` for a mesh that model, batch or visibility do not divide over."""

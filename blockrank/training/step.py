@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,13 @@ LossFn: TypeAlias = Callable[[Any, Any], tuple[Array, Metrics]]
 ShareFn: TypeAlias = Callable[[Any, Any, Any], tuple[Array, Metrics]]
 """(model, micro-batch, whole batch) -> the micro-batch's share of the batch's loss and metrics: shares add up."""
 
-Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-"""(state, batch) -> (state, metrics); the state given is consumed."""
+
+class Step(Protocol):
+    """(state, batch) -> (state, metrics), jitted; the state given is consumed."""
+
+    def __call__(self, state: TrainState, batch: Any, /) -> tuple[TrainState, Metrics]: ...
+
+    def lower(self, state: TrainState, batch: Any, /) -> jax.stages.Lowered: ...
 
 
 def ranking_loss_fn(objective: Objective) -> LossFn:
@@ -129,7 +134,7 @@ def make_train_step(
         after = TrainState(state.step + 1, skipped, trainable.put(state.params, part), moments)
         return spread_state(after, state.params), {"loss": loss, **metrics, **own}
 
-    return jax.jit(step, donate_argnums=0)
+    return cast(Step, jax.jit(step, donate_argnums=0))
 
 
 def _micro_batches(leaf: Array, count: int) -> Array:

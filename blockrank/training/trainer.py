@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from blockrank.config import differences
-from blockrank.errors import UserError, at_least, between
-from blockrank.parallel import LISTS, spread_lists
+from blockrank.errors import UserError
+from blockrank.parallel import list_part, spread_lists
 from blockrank.paths import AnyPath
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
 from blockrank.training.health import Health
 from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer, master_weights
+from blockrank.training.profile import PROFILE_FOLDER, ProfiledSteps, Profiler
+from blockrank.training.programs import StepPrograms
 from blockrank.training.run_folder import RunFolder
-from blockrank.training.state import TrainState, count_parameters, place_new_state, split_model, state_shapes
+from blockrank.training.settings import RunRecord, TrainerSettings, TrainResult
+from blockrank.training.state import TrainState, place_new_state, split_model, state_shapes
 from blockrank.training.step import LossFn, Metrics, ShareFn, Step, make_train_step
 from blockrank.training.stopping import Stopped, StopSignals
-from blockrank.training.telemetry import Meter
+from blockrank.training.telemetry import StepCosts, StepInFlight, Telemetry
 from blockrank.training.tracking import METRICS_FILE, STEP, TrackerSettings, make_trackers, read_metrics
+from blockrank.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -48,84 +51,20 @@ Validate = Callable[[Any, int], Mapping[str, float]]
 """(model, step) -> metrics, named without the `validation/` prefix."""
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """`batch_size` lists per step over all devices, in `accumulation` micro-batches, for `num_epochs` or `total_steps`.
-
-    `on_nonfinite`: `stop` at a loss or gradient that is not finite, or `skip` that update, at most `max_skipped` times.
-    `max_share_without_positive`: stop when more lists than that (of at least 100 seen) have no positive document.
-    `resume`: continue from the newest checkpoint in the output folder; otherwise an earlier run there is an error.
-    `exit_code_when_stopped`: the command's status after a signal stopped it and running it again continues.
-    """
-
-    batch_size: int = 32
-    accumulation: int = 1
-    num_epochs: int = 1
-    total_steps: int | None = None
-    validate_every: int = 0
-    log_every: int = 10
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    max_skipped: int = 10
-    max_share_without_positive: float = 0.1
-    resume: bool = True
-    exit_code_when_stopped: int = 0
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "accumulation", "num_epochs", "total_steps", "log_every")
-        at_least(self, 0, "validate_every", "max_skipped")
-        between(self, 0, 1, "max_share_without_positive")
-        between(self, 0, 255, "exit_code_when_stopped")
-
-    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises `UserError` unless every micro-batch gives all groups of devices as many lists."""
-        groups = math.prod(mesh.shape[axis] for axis in LISTS)
-        if self.batch_size % (self.accumulation * groups):
-            raise UserError(
-                f"trainer.batch_size={self.batch_size} in trainer.accumulation={self.accumulation} micro-batches does "
-                f"not divide over the {groups} groups of devices of mesh.data x mesh.fsdp: make it a multiple of "
-                f"{self.accumulation * groups}"
-            )
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """`status` is `finished`, or `interrupted` when a signal ended the run early; `model` has the trained weights.
-
-    `checkpoint` is the newest (None: stopped before the first), `metrics` a local file.
-    """
-
-    status: Literal["finished", "interrupted"]
-    step: int
-    model: Any
-    checkpoint: AnyPath | None
-    metrics: Path
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What is saved with a run besides its state.
-
-    `identity` decides data order and numerics: a checkpoint with another one is refused. `meta` is any JSON;
-    `write_files` writes template and tokenizer.
-    """
-
-    identity: Mapping[str, Any]
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    write_files: Callable[[Path], None] | None = None
-
-
 @dataclass
 class _Pending:
     step: int
     metrics: Metrics
     batch: HostBatch
     position: Any
+    flight: StepInFlight
 
 
 class Trainer:
     """Trains `model` on `batches`, writing into `folder`.
 
-    Every `full_every`-th step minimises `loss_fn`, the steps between `between`'s, where given.
+    Every `full_every`-th step minimises `loss_fn`, the steps between `between`'s, where given. `costs` tells the log
+    what steps need; `profile` are steps to trace.
 
     With a `mesh`, the state is spread over it (`parallel.RULES`), lists over `data` and `fsdp`, their rows over `doc`;
     `batches` then holds this host's `list_part` of every batch. `model` may hold host arrays.
@@ -155,6 +94,8 @@ class Trainer:
         validate: Validate | None = None,
         mesh: Mesh | None = None,
         signals: StopSignals | None = None,
+        costs: StepCosts | None = None,
+        profile: ProfiledSteps | None = None,
     ):
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.batches, self.total_steps = batches, total_steps
@@ -172,9 +113,8 @@ class Trainer:
             options = {"accumulation": settings.accumulation, "share_fn": share_fn}
             return make_train_step(self._graphdef, loss_fn, rule, schedule, trainable, **options)
 
-        self._full_every = full_every
-        self._full_step = step_fn(loss_fn, share_fn)
-        self._step_between = self._full_step if between is None else step_fn(*between)
+        full = step_fn(loss_fn, share_fn)
+        self._programs = StepPrograms(full_every, full, full if between is None else step_fn(*between))
         self._shapes = state_shapes(params, rule, trainable, mesh)
         self._create = partial(place_new_state, params, rule, trainable, mesh)
         self._own_signals = signals is None
@@ -182,35 +122,22 @@ class Trainer:
         self._validation_due = False
         self._pending: _Pending | None = None
         self._health = Health(settings.on_nonfinite, settings.max_skipped, settings.max_share_without_positive)
-        self._meter = Meter(total_steps, count_parameters(params))
+        self._costs, self._profiler = costs, Profiler(profile, self.folder.local / PROFILE_FOLDER)
+        if profile is not None and profile.first > total_steps:
+            raise UserError(f"profile={profile}: the run has {total_steps} steps")
 
     def run(self) -> TrainResult:
         """Trains to the end, or to a signal. Raises `UserError` for a loss that is not finite or unusable data, and if
         the last step cannot be saved."""
-        with self._signals if self._own_signals else nullcontext(), self._signals.noted():
-            self._checkpoints = Checkpoints(self.folder.checkpoints, self._checkpoint_settings)
-            try:
-                resumed = self._restore()
-                if resumed is None:
-                    self._state = self._create()
-                del self._create  # and with it the initial parameters
-                self._trackers = make_trackers(
-                    self._tracker_settings,
-                    self.folder.local,
-                    self.record.meta,
-                    total_steps=self.total_steps,
-                    resume_step=resumed,
-                    display_every=self.settings.log_every,
-                )
-                try:
-                    step = self._loop(resumed or 0)
-                finally:
-                    self._trackers.close()
-                    self.folder.push()
-                self._checkpoints.wait()
-                last = self._checkpoints.latest
-            finally:
-                self._checkpoints.close()
+        settings = self.settings
+        watchdog = Watchdog(settings.watchdog_s, self.folder.local, exit=settings.watchdog_exit)
+        devices = 1 if self.mesh is None else self.mesh.size // list_part(self.mesh)[1]
+        self._telemetry = Telemetry(self.total_steps, devices, watchdog, self._costs)
+        try:
+            with self._signals if self._own_signals else nullcontext(), self._signals.noted():
+                step, last = self._run()
+        finally:
+            self._telemetry.close()
         if step and step != last:
             known = "there is no checkpoint" if last is None else f"the last good checkpoint is of step {last}"
             raise UserError(
@@ -226,6 +153,36 @@ class Trainer:
             None if last is None else self._checkpoints.path(last),
             self.folder.local / METRICS_FILE,
         )
+
+    def _run(self) -> tuple[int, int | None]:
+        """The step that was reached, and the last that is saved."""
+        self._checkpoints = Checkpoints(self.folder.checkpoints, self._checkpoint_settings)
+        try:
+            with self._telemetry.phase("restore"):
+                resumed = self._restore()
+                if resumed is None:
+                    self._state = self._create()
+            del self._create  # and with it the initial parameters
+            self._trackers = make_trackers(
+                self._tracker_settings,
+                self.folder.local,
+                self.record.meta,
+                total_steps=self.total_steps,
+                resume_step=resumed,
+                display_every=self.settings.log_every,
+            )
+            try:
+                step = self._loop(resumed or 0)
+                with self._telemetry.phase("checkpoint"):
+                    self._checkpoints.wait()
+                self._report(step)
+            finally:
+                self._profiler.stop()
+                self._trackers.close()
+                self.folder.push()
+            return step, self._checkpoints.latest
+        finally:
+            self._checkpoints.close()
 
     def _restore(self) -> int | None:
         latest = self._checkpoints.latest
@@ -253,22 +210,17 @@ class Trainer:
 
     def _loop(self, step: int) -> int:
         settings, every = self.settings, self._checkpoint_settings.every_steps
-        self._meter.restart()
         if self._validation_due:
             self._validation(step)
         while step < self.total_steps and self._signals.requested is None:
             position = self.batches.get_state()
-            try:
-                batch = next(self.batches)
-            except StopIteration:
+            with self._telemetry.phase("data"):
+                batch = next(self.batches, None)
+            if batch is None:
                 log.warning("the data ended at step %d of %d", step, self.total_steps)
                 break
             self._health.count(batch)
-            step_fn = self._step_between if step % self._full_every else self._full_step
-            self._state, metrics = self._run_step(step_fn, batch)
-            step += 1
-            self._flush()
-            self._pending = _Pending(step, metrics, batch, position)
+            step = self._step(step, batch, position)
             done = step == self.total_steps
             if self.validate is not None and settings.validate_every and (done or step % settings.validate_every == 0):
                 self._flush()
@@ -281,11 +233,39 @@ class Trainer:
             self._save(step)
         return step
 
-    def _run_step(self, step: Step, batch: HostBatch) -> tuple[TrainState, Metrics]:
+    def _step(self, step: int, batch: HostBatch, position: Any) -> int:
+        """Gives the step after `step` to the devices, logs that step meanwhile, and returns the new one's number."""
+        telemetry = self._telemetry
+        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            data = self._place(batch)
+            program = self._programs.find(step, self._state, data, batch, telemetry, self._trackers.log)
+            step += 1
+            if self._profiler.begins(step):
+                self._flush()
+                self._profiler.start()
+            given = time.perf_counter()
+            with self._profiler.step(step):
+                self._state, metrics = program.run(self._state, data)
+        flight = telemetry.dispatched(given, metrics["loss"], batch, program.full, program.predicted)
+        self._flush()
+        self._pending = _Pending(step, metrics, batch, position, flight)
+        if self._profiler.ends(step):
+            self._flush()
+            self._profiler.stop()
+        return step
+
+    def _place(self, batch: HostBatch) -> Any:
         if self.mesh is None:
-            return step(self._state, jax.device_put(batch.data))
-        with jax.set_mesh(self.mesh):
-            return step(self._state, spread_lists(batch.data.split(self.mesh.shape["doc"]), self.mesh))
+            return jax.device_put(batch.data)
+        return spread_lists(batch.data.split(self.mesh.shape["doc"]), self.mesh)
+
+    def _report(self, step: int) -> None:
+        """At the end of a run that made steps: where its time went, and predictions beside what was measured."""
+        if self._telemetry.steps:
+            values, text = self._telemetry.report()
+            self._trackers.log(step, values)
+            if jax.process_index() == 0:
+                print(text)
 
     def _flush(self) -> None:
         """Logs the step before: fetching its numbers then costs no time, the next step already runs."""
@@ -295,7 +275,7 @@ class Trainer:
         metrics = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
         finite = metrics.pop("finite")
         values: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
-        values |= self._meter.step(pending.step, pending.batch)
+        values |= self._telemetry.finished(pending.step, pending.batch, pending.flight)
         values["query_ids"] = list(pending.batch.query_ids)
         self._trackers.log(pending.step, values)
         if not finite:
@@ -308,14 +288,13 @@ class Trainer:
         if self._signals.requested is not None:
             return None
         try:
-            with self._signals.noted(False):
+            with self._signals.noted(False), self._telemetry.phase("validation"):
                 found = self.validate(self._model(self._state), step)
         except Stopped:
             return None
         self._validation_due = False
         found = {f"validation/{k}": float(v) for k, v in found.items()}
         self._trackers.log(step, found)
-        self._meter.restart()
         return found
 
     def _save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -326,11 +305,12 @@ class Trainer:
             "validation_due": self._validation_due,
         }
         meta = {**self.record.meta, "identity": dict(self.record.identity), "step": step}
-        self._checkpoints.save(self._state, data=data, meta=meta, write_files=self.record.write_files, metrics=metrics)
-        if jax.default_backend() == "cpu":
-            self._checkpoints.wait()  # the copy being written would share the memory of the next step
-        self.folder.push()
-        self._meter.restart()
+        with self._telemetry.phase("checkpoint"):
+            files = self.record.write_files
+            self._checkpoints.save(self._state, data=data, meta=meta, write_files=files, metrics=metrics)
+            if jax.default_backend() == "cpu":
+                self._checkpoints.wait()  # the copy being written would share the memory of the next step
+            self.folder.push()
 
     def _model(self, state: TrainState) -> Any:
         return nnx.merge(self._graphdef, state.params)
