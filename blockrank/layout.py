@@ -189,6 +189,28 @@ class TokenLayout:
             shape=replace(self.shape, suffix=0, signals=0, labels=0),
         )
 
+    def padded(self, shape: LayoutShape) -> TokenLayout:
+        """The same lists in a larger shape, of as long rows and as many shards (host only)."""
+        own = self.shape
+        if own.union(shape) != shape or (own.row_length, own.shards) != (shape.row_length, shape.shards):
+            raise ValueError(f"{own} cannot be padded to {shape}")
+
+        def pad(values: np.ndarray, size: int, padding: int) -> np.ndarray:
+            return np.pad(values, ((0, 0), (0, size - values.shape[1])), constant_values=padding)
+
+        def stream(values: np.ndarray, padding: int = 0) -> np.ndarray:
+            sizes = (shape.prefix, shape.rows * shape.row_length, shape.suffix)
+            parts = zip((self.prefix, self.rows, self.suffix), sizes, strict=True)
+            return np.concatenate([pad(values[:, part], size, padding) for part, size in parts], axis=1)
+
+        return TokenLayout(
+            *(stream(self.tokens), stream(self.positions), stream(self.segment_ids, PAD)),
+            *(pad(self.signals, shape.signals, -1), pad(self.labels, shape.labels, -1)),
+            pad(self.document_mask, shape.documents, 0),
+            shape=shape,
+            sequential=self.sequential,
+        )
+
     def split(self, shards: int) -> TokenLayout:
         """The same lists with their rows, padded to a multiple, dealt to `shards` streams each (host only)."""
         shape = self.shape

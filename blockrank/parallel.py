@@ -107,7 +107,7 @@ def open_mesh(mesh: Mesh | MeshConfig | str | None) -> Mesh | None:
     if isinstance(mesh, str):
         mesh = named_mesh(mesh)
     if isinstance(mesh, MeshConfig):
-        mesh = None if mesh.single else mesh.make()
+        mesh = None if mesh.single and jax.process_count() == 1 else mesh.make()
     if mesh is not None and mesh.axis_names != AXES:
         raise UserError(f"the mesh has axes {mesh.axis_names}; blockrank's are {AXES}, in this order")
     return mesh

@@ -12,6 +12,7 @@ with "resumable" on the output; 2 for what the user can mend (bad input, a damag
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.files import git_commit, versions
 from blockrank.evaluation.held_out import FIRST_STAGE, HeldOut
 from blockrank.evaluation.metrics import parse_measure
+from blockrank.hosts import agree, joined, leave_at_exit
 from blockrank.layout import LayoutShape
 from blockrank.losses import Objective
 from blockrank.models.decoder import Decoder
@@ -47,6 +49,7 @@ from blockrank.retrieval.lists import ListsConfig, open_lists, select_queries
 from blockrank.training.batches import BatchEncoder
 from blockrank.training.curves import plot_curves
 from blockrank.training.dry_run import dry_run
+from blockrank.training.host_batches import HostBatches
 from blockrank.training.initial import check_vocabulary
 from blockrank.training.optimizer import Trainable
 from blockrank.training.recipe import HeldOutConfig, TrainConfig, TrainingListsConfig
@@ -67,16 +70,16 @@ SHAPE_SAMPLE = 64
 @entry("train", TrainConfig)
 def main(config: TrainConfig) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that are told in a line
-    console = Console(soft_wrap=True, highlight=False)
     if config.dry_run:
         check_measures(config)
-        console.print(dry_run(config), markup=False)
+        Console(soft_wrap=True, highlight=False).print(dry_run(config), markup=False)
         return 0
-    with StopSignals() as signals:
+    with joined(config.distributed), StopSignals() as signals:
         try:
-            result = train(config, console, signals)
+            result = train(config, Console(soft_wrap=True, highlight=False, quiet=jax.process_index() != 0), signals)
         except Stopped:
             print("stopped outside of training steps; resumable: run the same command again")
+            leave_at_exit(config.trainer.exit_code_when_stopped)
             return config.trainer.exit_code_when_stopped
     return 0 if result.status == "finished" else config.trainer.exit_code_when_stopped
 
@@ -84,6 +87,7 @@ def main(config: TrainConfig) -> int:
 def train(config: TrainConfig, console: Console, signals: StopSignals | None = None) -> TrainResult:
     """Trains, draws the curves, and with `config.test` measures first stage, initial and trained model."""
     check_measures(config)
+    check_hosts(config)
     mesh = open_mesh(config.mesh)
     decoder = config.model.decoder_config()
     if mesh is not None:
@@ -114,6 +118,10 @@ def train(config: TrainConfig, console: Console, signals: StopSignals | None = N
     )
     total_steps = settings.total_steps or iterator.num_steps
     assert total_steps is not None
+    several = jax.process_count() > 1
+    if several:
+        agree("what training lists are drawn from", lists.fingerprint)
+        agree("the configuration", json.dumps([_identity(config, encoder), total_steps, to_plain(batches.shape)]))
     with host_memory() if mesh is not None else nullcontext():
         model = config.model.load(config.seed)
     if model.config != decoder:
@@ -125,7 +133,7 @@ def train(config: TrainConfig, console: Console, signals: StopSignals | None = N
         f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
     )
     folder = RunFolder(config.output_dir)
-    ranker = AttentionRanker(model, encoder, config.ranker, mesh=mesh)
+    ranker = AttentionRanker(model, encoder, config.ranker, mesh=None if several else mesh)
     if batches.shape is not None:
         ranker.reader.note_positions(config.ranker.positions(batches.shape))
     held_out = (
@@ -139,7 +147,7 @@ def train(config: TrainConfig, console: Console, signals: StopSignals | None = N
     trainer = Trainer(
         folder,
         model,
-        iterator,
+        HostBatches(iterator, part) if several else iterator,
         ranking_loss_fn(objective),
         share_fn=ranking_share_fn(objective),
         full_every=config.loss.ntp_every,
@@ -192,6 +200,18 @@ def check_measures(config: TrainConfig) -> None:
     if every and config.checkpoints.keep_best and best not in produced:
         raise UserError(
             f"config key checkpoints.best_metric: {best!r} is not what validation.measures give: {', '.join(produced)}"
+        )
+
+
+def check_hosts(config: TrainConfig) -> None:
+    """Raises `UserError` for what one process alone can do, where there are several."""
+    settings = {"validation": config.trainer.validate_every and config.validation, "test": config.test}
+    if jax.process_count() > 1 and any(settings.values()):
+        key = " and ".join(name for name, value in settings.items() if value)
+        raise UserError(
+            f"config key {key}: lists are ranked by one process, and here are {jax.process_count()}: set test=null "
+            "trainer.validate_every=0, and measure the run afterwards: python -m blockrank.eval "
+            f"checkpoint={config.output_dir}"
         )
 
 

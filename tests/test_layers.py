@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("prompts",),
     ("packing",),
-    ("layout", "parallel"),
+    ("layout", "parallel", "hosts"),
     ("attention",),
     ("models",),
     ("retrieval",),

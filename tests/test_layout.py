@@ -369,3 +369,18 @@ def test_no_prompts_are_refused() -> None:
 def test_blocks_that_make_no_prompt_are_refused(blocks: list, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TokenLayout.from_blocks([blocks], **options)
+
+
+@quietly
+@given(layouts)
+def test_a_layout_padded_is_the_one_made_larger(case: tuple[list[PromptSegments], int, str, bool]) -> None:
+    batch, row_length, packing, bucket = case
+    settings = {"row_length": row_length, "packing": packing}
+    layout = TokenLayout.from_segments(batch, **settings, bucket=bucket)
+    own = layout.shape
+    sizes = ("documents", "prefix", "rows", "suffix", "signals", "labels")
+    larger = replace(own, **{name: getattr(own, name) + extra for extra, name in enumerate(sizes)})
+    assert_same(layout.padded(larger), TokenLayout.from_segments(batch, **settings, shape=larger))
+    assert_same(layout.padded(own), layout)
+    with pytest.raises(ValueError, match="cannot be padded"):
+        layout.padded(replace(own, prefix=own.prefix - 1))

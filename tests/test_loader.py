@@ -66,6 +66,7 @@ def test_hosts_read_disjoint_parts_of_the_same_batches(hosts: int) -> None:
     parts = [iterator(lists, shard_index=h, shard_count=hosts) for h in range(hosts)]
     for batch in whole:
         assert [row for part in parts for row in content(next(part))] == batch
+        assert {part.query_ids() for part in parts} == {tuple(row[0] for row in batch)}
 
 
 def test_restored_batches_8_to_20_equal_an_unbroken_run() -> None:

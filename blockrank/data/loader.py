@@ -24,8 +24,15 @@ class TrainingIterator(Iterator[Any]):
     global batch size stays.
     """
 
-    def __init__(self, dataset: grain.MapDataset, identity: dict[str, Any], options: grain.ReadOptions) -> None:
+    def __init__(
+        self,
+        dataset: grain.MapDataset,
+        identity: dict[str, Any],
+        options: grain.ReadOptions,
+        query_ids: Callable[[int], tuple[str, ...]],
+    ) -> None:
         self._iterator = iter(dataset.to_iter_dataset(options))
+        self._query_ids = query_ids
         self._identity = identity
         self.num_steps: int | None = None if identity["num_epochs"] is None else len(dataset)
         """Batches in the whole stream, or None when it is endless."""
@@ -35,6 +42,10 @@ class TrainingIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         return next(self._iterator)
+
+    def query_ids(self) -> tuple[str, ...]:
+        """The queries of the batch given last, those of all hosts."""
+        return self._query_ids(self.get_state()["step"] - 1)
 
     def get_state(self) -> dict[str, Any]:
         """`{"step": batches given so far, …}`."""
@@ -105,4 +116,6 @@ def training_iterator(
         "num_epochs": num_epochs,
     }
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainingIterator(steps.map(load), identity, options)
+    return TrainingIterator(
+        steps.map(load), identity, options, lambda step: tuple(lists.query_id(index) for _, index in steps[step])
+    )

@@ -1,17 +1,23 @@
-"""BM25 over a collection held in memory, by bm25s."""
+"""BM25 over a collection held in memory, by bm25s.
+
+bm25s is imported where it is used: that starts JAX's backend, which must not be before several processes have met.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import bm25s
 import numpy as np
 
 from blockrank.data.documents import Documents
 from blockrank.data.progress import track
 from blockrank.errors import UserError
 from blockrank.types import Document, Query, Run
+
+if TYPE_CHECKING:
+    import bm25s
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
@@ -43,6 +49,8 @@ class BM25Index:
         tokens = _tokenize(texts)
         if not any(tokens.ids):
             return cls(ids, None)
+        import bm25s
+
         retriever = bm25s.BM25(k1=k1, b=b, method="lucene")
         retriever.index(tokens, show_progress=False)
         return cls(ids, retriever)
@@ -76,12 +84,16 @@ class BM25Index:
 
 
 def _tokenize(texts: list[str]) -> bm25s.tokenization.Tokenized:
+    import bm25s
+
     tokens = bm25s.tokenize(texts, stopwords="english", show_progress=False)
     assert isinstance(tokens, bm25s.tokenization.Tokenized)
     return tokens
 
 
 def _words(texts: list[str]) -> list[list[str]]:
+    import bm25s
+
     tokens = bm25s.tokenize(texts, stopwords="english", return_ids=False, show_progress=False)
     assert isinstance(tokens, list)
     return tokens

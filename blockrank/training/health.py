@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+
 from blockrank.errors import UserError
 from blockrank.training.batches import HostBatch
 
@@ -49,7 +51,8 @@ class Health:
         values = {name: str(value) for name, value in metrics.items()}
         record = {"step": step, "query_ids": batch.query_ids, "iterator": position, **values}
         try:
-            file.write_text(json.dumps(record, indent=1))
+            if jax.process_index() == 0:
+                file.write_text(json.dumps(record, indent=1))
         except OSError as error:
             log.warning("%s: %s; it would hold %s", file, error.strerror, json.dumps(record))
         skipped = int(metrics["skipped"])

@@ -12,6 +12,7 @@ from blockrank.config import to_plain
 from blockrank.data.collection import CollectionConfig
 from blockrank.data.sampling import SamplingConfig
 from blockrank.errors import FieldError, UserError, above, at_least, between, not_empty
+from blockrank.hosts import DistributedConfig
 from blockrank.losses import Objective
 from blockrank.models.loading import abstract_decoder, check_heads, flat_abstract
 from blockrank.models.stack import Remat
@@ -103,6 +104,7 @@ class TrainConfig:
     prompt: dict[str, Any]
     ranker: AttentionSettings
     mesh: MeshConfig
+    distributed: DistributedConfig
     tracker: TrackerSettings
     lists: TrainingListsConfig
     limits: PromptLimits

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from blockrank.config import differences
 from blockrank.errors import UserError
+from blockrank.hosts import first_request
 from blockrank.parallel import list_part, spread_lists
 from blockrank.paths import AnyPath
 from blockrank.training.batches import HostBatch
@@ -144,7 +145,7 @@ class Trainer:
                 f"step {step}, the last, is not saved in {self.folder.path}: {known}; see the warnings above"
             )
         interrupted = self._signals.requested is not None
-        if interrupted:
+        if interrupted and jax.process_index() == 0:
             print(f"stopped at step {step} of {self.total_steps}; resumable: run the same command again")
         return TrainResult(
             "interrupted" if interrupted else "finished",
@@ -212,7 +213,7 @@ class Trainer:
         settings, every = self.settings, self._checkpoint_settings.every_steps
         if self._validation_due:
             self._validation(step)
-        while step < self.total_steps and self._signals.requested is None:
+        while step < self.total_steps and not self._stopped():
             position = self.batches.get_state()
             with self._telemetry.phase("data"):
                 batch = next(self.batches, None)
@@ -232,6 +233,13 @@ class Trainer:
         if step:
             self._save(step)
         return step
+
+    def _stopped(self) -> bool:
+        """Whether a signal asked this process, or any of several, to stop: all do after the same step."""
+        stop = first_request(self._signals.requested)
+        if stop is not None:
+            self._signals.requested = stop
+        return stop is not None
 
     def _step(self, step: int, batch: HostBatch, position: Any) -> int:
         """Gives the step after `step` to the devices, logs that step meanwhile, and returns the new one's number."""
