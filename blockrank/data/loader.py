@@ -116,6 +116,9 @@ def training_iterator(
         "num_epochs": num_epochs,
     }
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainingIterator(
-        steps.map(load), identity, options, lambda step: tuple(lists.query_id(index) for _, index in steps[step])
-    )
+
+    def query_ids(step: int) -> tuple[str, ...]:
+        batch: Any = steps[step]
+        return tuple(lists.query_id(index) for _, index in batch)
+
+    return TrainingIterator(steps.map(load), identity, options, query_ids)
