@@ -89,6 +89,7 @@ class Reranker:
         long_documents: LongDocuments | None = None,
         dtype: str = "float32",
         weights: str | None = None,
+        base: str | None = None,
         attention_backend: str | None = None,
         mesh: Mesh | MeshConfig | str | None = None,
         beams: int | None = 10,
@@ -100,6 +101,7 @@ class Reranker:
         arguments; the prompt stays the run's unless `prompt` is given, and is the preset's where there is no run.
         `dtype` is the type of weights and activations, `float32` or `bfloat16`; scores are float32 either way.
         `weights="int8"` holds the kernels of linear layers in eight bits; docs/benchmarks.md says what it costs.
+        `base`: where the base model of a LoRA run lies, if it has moved; its weights must be the same.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.
         `ranker="generative"` decodes the documents' numbers with `beams` beams (None: all of them); scores are
@@ -120,7 +122,7 @@ class Reranker:
             "query_tokens": query_tokens,
             "long_documents": long_documents,
         }
-        source = open_source(path_or_name, dtype=jnp.dtype(dtype))
+        source = open_source(path_or_name, dtype=jnp.dtype(dtype), base=base)
         shared: dict[str, Any] = {
             "template": None if prompt is None else PromptTemplate.from_yaml(prompt),
             "preset": preset,

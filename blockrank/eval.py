@@ -56,9 +56,10 @@ class TrainingSections:
 class EvalConfig(TrainingSections):
     """`configs/eval.yaml`.
 
-    `checkpoint` goes before `model`. Readout settings come from `ranker`, else `preset`, else the checkpoint, else the
-    `paper` preset. `name`: of the row and its folder, not the first stage's; null: the ranker's kind. A key about lists
-    that is null takes the value of the experiment's `test`, else a default.
+    `checkpoint` goes before `model`; `base` is where the base model of its adapters lies, if it has moved. Readout
+    settings come from `ranker`, else `preset`, else the checkpoint, else the `paper` preset. `name`: of the row and its
+    folder, not the first stage's; null: the ranker's kind. A key about lists that is null takes the value of the
+    experiment's `test`, else a default.
     """
 
     output_dir: Path
@@ -66,6 +67,7 @@ class EvalConfig(TrainingSections):
     seed: int
     data: CollectionConfig | None = None
     checkpoint: str | None
+    base: str | None = None
     model: ModelConfig | None = None
     dtype: Literal["float32", "bfloat16"]
     weights: Weights | None
@@ -145,7 +147,7 @@ def evaluate_ranker(config: EvalConfig, console: Console) -> HeldOut:
 
 def _ranker(config: EvalConfig) -> AttentionRanker | GenerativeRanker:
     if config.checkpoint is not None:
-        source = open_source(config.checkpoint, dtype=jnp.dtype(config.dtype))
+        source = open_source(config.checkpoint, dtype=jnp.dtype(config.dtype), base=config.base)
     else:
         assert config.model is not None
         source = Source(config.model.load(config.seed), config.model.load_tokenizer())

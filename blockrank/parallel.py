@@ -47,6 +47,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r".*\b(query|key|value|gate|up)\.kernel", PartitionSpec("fsdp", "tensor")),
     (r".*\b(query|key|value|gate|up)\.(bias|kernel_scale)", PartitionSpec("tensor")),
     (r".*\b(out|down)\.kernel", PartitionSpec("tensor", "fsdp")),
+    (r".*\b(query|key|value|gate|up)\.lora\.a", PartitionSpec("fsdp", None)),
+    (r".*\b(query|key|value|gate|up)\.lora\.b", PartitionSpec(None, "tensor")),
+    (r".*\b(out|down)\.lora\.a", PartitionSpec("tensor", None)),
+    (r".*\b(out|down)\.lora\.b", PartitionSpec(None, "fsdp")),
     (r".*", PartitionSpec()),
 )
 """Parameter path (a regular expression that matches all of it; the first counts) -> axes of its last dimensions. The

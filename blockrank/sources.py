@@ -37,18 +37,18 @@ class Source:
     limits: PromptLimits | None = None
 
 
-def open_source(path_or_name: str | AnyPath, *, dtype: jnp.dtype = jnp.float32) -> Source:
+def open_source(path_or_name: str | AnyPath, *, dtype: jnp.dtype = jnp.float32, base: str | None = None) -> Source:
     """The model at `path_or_name`, with weights and activations in `dtype`.
 
     A training run's (or one of its steps') prompt, readout settings and limits come along, also those of a run exported
-    as a Hugging Face folder; other sources know none.
+    as a Hugging Face folder; other sources know none. `base`: where a LoRA run's base lies, if it has moved.
     Raises `UserError` when there is nothing to load.
     """
     path = model_path(str(path_or_name))
     if is_model_file(path):
         with fetched(path) as local:
             return _open_files(local, dtype)
-    found = load_checkpoint_model(path, dtype=dtype, param_dtype=dtype)
+    found = load_checkpoint_model(path, dtype=dtype, param_dtype=dtype, base=base)
     record = RankingRecord.of_run(found.meta)
     return Source(found.model, found.tokenizer, found.template, record.ranker, record.limits)
 

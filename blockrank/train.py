@@ -46,6 +46,7 @@ from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.attention import AttentionRanker
 from blockrank.rankers.probe import check_language
 from blockrank.retrieval.lists import ListsConfig, open_lists, select_queries
+from blockrank.training.adapters import AdapterRecord, starting_model
 from blockrank.training.batches import BatchEncoder
 from blockrank.training.curves import plot_curves
 from blockrank.training.dry_run import dry_run
@@ -123,14 +124,16 @@ def train(config: TrainConfig, console: Console, signals: StopSignals | None = N
         agree("what training lists are drawn from", lists.fingerprint)
         agree("the configuration", json.dumps([_identity(config, encoder), total_steps, to_plain(batches.shape)]))
     with host_memory() if mesh is not None else nullcontext():
-        model = config.model.load(config.seed)
+        model, adapters = starting_model(config.model, config.optimizer.lora, config.seed)
     if model.config != decoder:
         raise UserError("model.config differs from the config of the weights at model.path")
     if config.model.kind == "pretrained":
         check_language(model, tokenizer)
+    params = jax.eval_shape(lambda: split_model(model)[1])
+    trainable = jax.eval_shape(Trainable.of(params, config.optimizer).take, params)
     console.print(
-        f"{count_parameters(split_model(model)[1]):,} parameters, score layer {layer}; {len(lists):,} training lists "
-        f"of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
+        f"{count_parameters(params):,} parameters, {count_parameters(trainable):,} trainable, score layer {layer}; "
+        f"{len(lists):,} training lists of {config.lists.num_candidates}; {total_steps} steps of {settings.batch_size}"
     )
     folder = RunFolder(config.output_dir)
     ranker = AttentionRanker(model, encoder, config.ranker, mesh=None if several else mesh)
@@ -158,7 +161,7 @@ def train(config: TrainConfig, console: Console, signals: StopSignals | None = N
         checkpoints=config.checkpoints,
         tracker=config.tracker,
         validate=_validation(collection, config, ranker),
-        record=_record(config, encoder, model, batches.shape, total_steps),
+        record=_record(config, encoder, model, batches.shape, total_steps, adapters),
         mesh=mesh,
         signals=signals,
         costs=_costs(config, model, objective, attention_only),
@@ -258,7 +261,12 @@ def _identity(config: TrainConfig, encoder: PromptEncoder) -> dict[str, Any]:
 
 
 def _record(
-    config: TrainConfig, encoder: PromptEncoder, model: Decoder, shape: LayoutShape | None, total_steps: int
+    config: TrainConfig,
+    encoder: PromptEncoder,
+    model: Decoder,
+    shape: LayoutShape | None,
+    total_steps: int,
+    adapters: AdapterRecord | None = None,
 ) -> RunRecord:
     tokenizer, template = encoder.tokenizer, encoder.template
 
@@ -271,8 +279,11 @@ def _record(
         "config": to_plain(config),
         "git_commit": git_commit(),
         "versions": versions(),
+        **({} if adapters is None else {"lora": to_plain(adapters)}),
     }
     identity = {**_identity(config, encoder), "total_steps": total_steps, "shape": to_plain(shape)}
+    if adapters is not None:
+        identity["base_weights"] = adapters.fingerprint
     return RunRecord(identity, meta, write_files)
 
 

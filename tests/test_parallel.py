@@ -23,6 +23,7 @@ from blockrank.errors import UserError
 from blockrank.layout import PAD, TokenLayout
 from blockrank.models.hf_config import parse_config
 from blockrank.models.loading import abstract_decoder, flat_abstract
+from blockrank.models.lora import LoraSettings, abstract_start, is_adapter
 from blockrank.parallel import AXES, MeshConfig, named_mesh, open_mesh, parameter_spec, place_state
 from blockrank.rankers.readout import document_mass
 
@@ -105,6 +106,14 @@ def test_every_matrix_is_spread_over_both_weight_axes() -> None:
         assert len(spec) <= len(leaf.shape)
         spread = {axis for axis in spec if axis is not None}
         assert spread == (set() if path.endswith("scale") else {"fsdp", "tensor"}), path
+    lora = abstract_start(parse_config(MISTRAL, "config"), jnp.dtype("float32"), LoraSettings(targets=r".*\.kernel"))
+    adapters = {path: leaf.shape for path, leaf in flat_abstract(lora).items() if is_adapter(path)}
+    assert len(adapters) == 14
+    for path, shape in adapters.items():
+        spec = parameter_spec(path, shape, mesh)
+        wide = 1 if path.endswith(".a") else 2
+        assert spec[wide] in ("fsdp", "tensor"), path
+        assert spec[3 - wide] is None, path
     assert parameter_spec("blocks.attention.out.kernel", (2, 4096, 4096), mesh) == PartitionSpec(None, "tensor", "fsdp")
     with pytest.raises(UserError, match=r"head.kernel \(30, 64\) does not divide over fsdp=4 devices"):
         parameter_spec("head.kernel", (30, 64), mesh)

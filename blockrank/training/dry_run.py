@@ -17,7 +17,7 @@ from blockrank.config import to_plain
 from blockrank.errors import UserError
 from blockrank.layout import LayoutShape, TokenLayout
 from blockrank.losses import TrainingBatch
-from blockrank.models.loading import abstract_decoder
+from blockrank.models.lora import abstract_start
 from blockrank.parallel import place_state
 from blockrank.prompts.template import PromptTemplate
 from blockrank.training.optimizer import Trainable, make_optimizer, master_weights
@@ -48,8 +48,8 @@ def dry_run(config: TrainConfig) -> str:
     placed = jax.tree.leaves(place_state(plan.state, params, mesh))
     own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in placed)
     lines = [
-        f"parameters: {count_parameters(params):,} ({_gigabytes(params)} as {config.optimizer.master_weights}), "
-        f"trainable {count_parameters(jax.eval_shape(trainable.take, params)):,}",
+        f"parameters: {count_parameters(params):,} ({_gigabytes(params)}), trainable "
+        f"{count_parameters(jax.eval_shape(trainable.take, params)):,}",
         f"optimizer state: {_gigabytes(plan.state.optimizer_state)}",
         f"mesh: {dict(mesh.shape)}; parameters and optimizer state of one device: {own / 1e9:,.2f} GB",
         f"score layer: {config.ranker.layer_of(decoder)} of {decoder.num_layers}",
@@ -76,7 +76,7 @@ class AbstractStep:
 def abstract_step(config: TrainConfig, mesh: Mesh | AbstractMesh) -> AbstractStep:
     """Builds model, optimiser state and step by shapes alone; the mesh says in how many shards the lists come."""
     decoder = config.model.decoder_config()
-    graphdef, params = split_model(abstract_decoder(decoder, jnp.dtype(config.model.dtype)))
+    graphdef, params = split_model(abstract_start(decoder, jnp.dtype(config.model.dtype), config.optimizer.lora))
     optimizer, schedule = make_optimizer(config.optimizer, config.trainer.total_steps or 10_000)
     params = master_weights(params, config.optimizer)
     trainable = Trainable.of(params, config.optimizer)

@@ -14,6 +14,7 @@ from blockrank.errors import UserError
 from blockrank.models import hf
 from blockrank.models.hf_fields import read_json
 from blockrank.models.loading import flat_parameters
+from blockrank.models.lora import merge_adapters
 from blockrank.paths import AnyPath, as_path, copy_tree
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
@@ -59,18 +60,24 @@ class _Companions:
 
 
 def export_hf(
-    checkpoint: str | AnyPath, folder: str | AnyPath, *, dtype: str | None = None, overwrite: bool = False
+    checkpoint: str | AnyPath,
+    folder: str | AnyPath,
+    *,
+    dtype: str | None = None,
+    base: str | None = None,
+    overwrite: bool = False,
 ) -> AnyPath:
     """Writes a checkpoint's model, tokenizer, template and `RankingRecord` as a folder that `transformers` loads.
 
+    Adapters are merged into their base, which `base` locates if it has moved.
     `Reranker.from_pretrained(folder)` scores as the run does (to the bit unless `dtype` narrows the weights). Returns
     the folder, which appears complete or not at all; one in an object store has its `config.json` last.
     """
     target = as_path(folder)
     if not isinstance(target, Path) and target.is_dir() and not overwrite:
         raise UserError(f"{target}: exists already; choose another folder or allow it to be overwritten")
-    loaded = load_checkpoint_model(checkpoint)
-    params = flat_parameters(loaded.model)
+    loaded = load_checkpoint_model(checkpoint, base=base)
+    params = flat_parameters(merge_adapters(loaded.model, dtype))
     with tempfile.TemporaryDirectory(prefix="blockrank-") as work:
         local = target if isinstance(target, Path) else Path(work) / target.name
         hf.save(local, loaded.model.config, params, _Companions(loaded), dtype, overwrite=overwrite)

@@ -12,7 +12,8 @@ from blockrank.errors import UserError
 from blockrank.models import gguf, hf_config
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
-from blockrank.models.loading import load_decoder, random_decoder
+from blockrank.models.loading import cast_parameters, load_decoder, random_decoder
+from blockrank.models.lora import merge_adapters
 from blockrank.paths import AnyPath, as_path, local_path
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.training.saved_model import load_checkpoint_model, locate
@@ -76,14 +77,15 @@ class PretrainedModel:
             raise UserError(f"model.path: {path} holds another model than model.config describes")
         return found
 
-    def load(self, seed: int) -> Decoder:
-        """The model with float32 parameters."""
+    def load(self, seed: int, param_dtype: Dtype = "float32") -> Decoder:
+        """The model with parameters of `param_dtype`, without adapters: a LoRA run's are merged."""
         del seed
         path, dtype = self._path(), jnp.dtype(self.dtype)
         self.decoder_config()
         if is_model_file(path):
-            return load_decoder(local_path(path), dtype=dtype, param_dtype=jnp.float32)
-        return load_checkpoint_model(path, dtype=dtype, param_dtype="float32").model
+            return load_decoder(local_path(path), dtype=dtype, param_dtype=jnp.dtype(param_dtype))
+        model = merge_adapters(load_checkpoint_model(path, dtype=dtype).model, param_dtype)
+        return cast_parameters(model, jnp.dtype(param_dtype))
 
     def load_tokenizer(self) -> Tokenizer:
         path = self._path()
@@ -112,8 +114,9 @@ class RandomModel:
     def decoder_config(self) -> DecoderConfig:
         return hf_config.parse_config(self.config, "model.config")
 
-    def load(self, seed: int) -> Decoder:
-        return random_decoder(self.decoder_config(), seed, jnp.dtype(self.dtype))
+    def load(self, seed: int, param_dtype: Dtype = "float32") -> Decoder:
+        model = random_decoder(self.decoder_config(), seed, jnp.dtype(self.dtype))
+        return cast_parameters(model, jnp.dtype(param_dtype))
 
     def load_tokenizer(self) -> Tokenizer:
         return load_tokenizer(gguf.embedded_model_path() if self.tokenizer == EMBEDDED else self.tokenizer)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from blockrank.errors import UserError, above, at_least, between
+from blockrank.errors import FieldError, UserError, above, at_least, between
+from blockrank.models.lora import LoraSettings, is_adapter
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 Params = dict[str, Any]
@@ -55,6 +56,9 @@ class OptimizerSettings:
     `trainable` is a regular expression that a parameter's whole path must match ("blocks\\.attention\\..*" trains the
     attention only); `trainable_layers` (start, stop) restricts stacked parameters further to a range of layers. What is
     frozen has no optimiser state and receives exactly no update.
+
+    `lora` freezes the model and trains adapters beside its linear layers instead (`blockrank.models.lora`);
+    `trainable` and `trainable_layers` then choose among these.
     """
 
     name: Literal["adafactor", "adamw"] = "adafactor"
@@ -70,11 +74,14 @@ class OptimizerSettings:
     master_weights: Dtype = "float32"
     trainable: str = ".*"
     trainable_layers: tuple[int, int] | None = None
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         between(self, 0, 1, "b1", "b2")
         at_least(self, 0, "weight_decay", "eps")
         above(self, 0, "update_clip", "clip_norm")
+        if self.lora is not None and self.master_weights != "float32":
+            raise FieldError("master_weights", f"{self.master_weights} is not for adapters: set lora.base instead")
 
 
 def make_schedule(settings: ScheduleSettings, total_steps: int) -> optax.Schedule:
@@ -107,7 +114,7 @@ class Trainable:
 
     @staticmethod
     def of(params: Params, settings: OptimizerSettings) -> Trainable:
-        """What `settings` admit of `params`, which may be abstract.
+        """What `settings` admit of `params`, which may be abstract. Where there are adapters, the rest is frozen.
 
         Raises `UserError` when nothing is left to train or the layer range lies outside the model.
         """
@@ -115,7 +122,7 @@ class Trainable:
             pattern = re.compile(settings.trainable)
         except re.error as error:
             raise UserError(f"optimizer.trainable={settings.trainable!r} is no regular expression: {error}") from error
-        leaves = _flat(params)
+        leaves = _flat(saved_params(params))
         layers = {
             keys: _layer_range(".".join(keys), leaf.shape, settings)
             for keys, leaf in leaves.items()
@@ -142,6 +149,17 @@ class Trainable:
             cut, leaf = self.layers[keys], leaves[keys]
             leaves[keys] = new if cut is None else jnp.concatenate([leaf[: cut.start], new, leaf[cut.stop :]])
         return unflatten_dict(leaves)
+
+
+def saved_params(params: Params) -> Params:
+    """What a checkpoint holds: the adapters alone where there are any, whose base is saved elsewhere; else all."""
+    adapters = {keys: leaf for keys, leaf in _flat(params).items() if is_adapter(".".join(keys))}
+    return unflatten_dict(adapters) if adapters else params
+
+
+def with_saved(params: Params, saved: Params) -> Params:
+    """`params` with what `saved_params` gave of others like them."""
+    return unflatten_dict({**_flat(params), **_flat(saved)})
 
 
 def _flat(tree: Params) -> dict[tuple[str, ...], Any]:

@@ -13,11 +13,12 @@ from blockrank.config import build
 from blockrank.errors import UserError
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
-from blockrank.models.loading import abstract_decoder
+from blockrank.models.loading import abstract_decoder, cast_parameters
 from blockrank.paths import AnyPath, as_path
 from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.training.checkpoint import FOLDER, Checkpoints
+from blockrank.training.optimizer import saved_params, with_saved
 from blockrank.training.state import split_model
 
 
@@ -47,12 +48,18 @@ class CheckpointModel:
 
 
 def load_checkpoint_model(
-    path: str | AnyPath, *, dtype: jax.typing.DTypeLike = "float32", param_dtype: jax.typing.DTypeLike | None = None
+    path: str | AnyPath,
+    *,
+    dtype: jax.typing.DTypeLike = "float32",
+    param_dtype: jax.typing.DTypeLike | None = None,
+    base: str | None = None,
 ) -> CheckpointModel:
     """The model of a run folder (its newest step), or of one step folder. Optimiser state is not read.
 
     `dtype` is the type of activations, `param_dtype` that of parameters (as saved if None). `meta["config"]` holds the
     training configuration. Raises `UserError` as `Checkpoints.restore` does.
+
+    A LoRA run's model is its base with the adapters beside it (`adapters.AdapterRecord`), which `base` locates.
     """
     folder, step = locate(path)
     checkpoints = Checkpoints(folder, read_only=True)
@@ -60,12 +67,18 @@ def load_checkpoint_model(
         step = checkpoints.chosen(step)
         meta = checkpoints.restore_json("meta", step)
         config = build(DecoderConfig, meta["model"], "model")
-        graphdef, params = split_model(abstract_decoder(config, jnp.dtype(dtype)))
-        params = checkpoints.restore_params(params, step, as_saved=True)
+        model = abstract_decoder(config, jnp.dtype(dtype))
+        if "lora" in meta:
+            from blockrank.training.adapters import AdapterRecord  # whose base may be a training run
+
+            model = build(AdapterRecord, meta["lora"], "lora").open(base, dtype)
+        graphdef, params = split_model(model)
+        params = with_saved(params, checkpoints.restore_params(saved_params(params), step, as_saved=True))
+        model = nnx.merge(graphdef, params)
         if param_dtype is not None:
-            params = jax.tree.map(lambda p: p.astype(param_dtype), params)
+            model = cast_parameters(model, jnp.dtype(param_dtype))
         with checkpoints.files(step) as files:
             template, tokenizer = PromptTemplate.from_yaml(files / TEMPLATE_FILE), load_tokenizer(files)
-        return CheckpointModel(nnx.merge(graphdef, params), template, tokenizer, meta, checkpoints.path(step))
+        return CheckpointModel(model, template, tokenizer, meta, checkpoints.path(step))
     finally:
         checkpoints.close()

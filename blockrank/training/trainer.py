@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +23,14 @@ from blockrank.paths import AnyPath
 from blockrank.training.batches import HostBatch
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
 from blockrank.training.health import Health
-from blockrank.training.optimizer import OptimizerSettings, Trainable, make_optimizer, master_weights
+from blockrank.training.optimizer import (
+    OptimizerSettings,
+    Trainable,
+    make_optimizer,
+    master_weights,
+    saved_params,
+    with_saved,
+)
 from blockrank.training.profile import PROFILE_FOLDER, ProfiledSteps, Profiler
 from blockrank.training.programs import StepPrograms
 from blockrank.training.run_folder import RunFolder
@@ -201,7 +208,10 @@ class Trainer:
                 f"{self.folder.path} holds a run with another configuration ({differences(saved, wanted)}): "
                 "choose another output_dir"
             )
-        self._state, data = self._checkpoints.restore(self._shapes, latest)
+        whole = self._shapes.params
+        found, data = self._checkpoints.restore(replace(self._shapes, params=saved_params(whole)), latest)
+        base = {} if saved_params(whole) is whole else self._create().params
+        self._state = replace(found, params=with_saved(base, found.params))
         self.batches.set_state(data["iterator"])
         self._health.seen, self._health.without_positive = data["seen"], data["without_positive"]
         rows = read_metrics(self.folder.local / METRICS_FILE)
@@ -315,7 +325,8 @@ class Trainer:
         meta = {**self.record.meta, "identity": dict(self.record.identity), "step": step}
         with self._telemetry.phase("checkpoint"):
             files = self.record.write_files
-            self._checkpoints.save(self._state, data=data, meta=meta, write_files=files, metrics=metrics)
+            state = replace(self._state, params=saved_params(self._state.params))
+            self._checkpoints.save(state, data=data, meta=meta, write_files=files, metrics=metrics)
             if jax.default_backend() == "cpu":
                 self._checkpoints.wait()  # the copy being written would share the memory of the next step
             self.folder.push()

@@ -1,0 +1,53 @@
+"""Adapters and the base they belong to: which model a LoRA run starts from, and how its checkpoint finds it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from blockrank.errors import UserError
+from blockrank.models.decoder import Decoder
+from blockrank.models.loading import weights_fingerprint
+from blockrank.models.lora import LoraSettings, add_adapters
+from blockrank.training.initial import EMBEDDED, ModelConfig, PretrainedModel, model_path
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """What a checkpoint of adapters needs to be a model again: their settings, and their base by origin and weights."""
+
+    settings: LoraSettings
+    model: ModelConfig
+    seed: int
+    fingerprint: str
+
+    def open(self, base: str | None, dtype: jax.typing.DTypeLike) -> Decoder:
+        """The base with new adapters, activations in `dtype`; from the path `base` where it is given.
+
+        Raises `UserError` when the base is not there, or has other weights than the adapters were trained beside.
+        """
+        model = self.model if base is None else PretrainedModel(base)
+        model = replace(model, dtype=jnp.dtype(dtype).name)
+        try:
+            loaded = model.load(self.seed, self.settings.base)
+        except UserError as error:
+            raise UserError(f"the base model of these adapters: {error} (`base` says where it is)") from error
+        if weights_fingerprint(loaded) != self.fingerprint:
+            where = model.path if isinstance(model, PretrainedModel) else "this random model"
+            raise UserError(
+                f"{where} is not the base model of these adapters: its weights are not those they were trained beside; "
+                "give the model of that run as `base`"
+            )
+        return add_adapters(loaded, self.settings, self.seed)
+
+
+def starting_model(model: ModelConfig, lora: LoraSettings | None, seed: int) -> tuple[Decoder, AdapterRecord | None]:
+    """The model to train: with float32 parameters; or with `lora` a base of its type, beside it float32 adapters."""
+    if lora is None:
+        return model.load(seed), None
+    base = model.load(seed, lora.base)
+    if isinstance(model, PretrainedModel) and model.path is not None and model.path != EMBEDDED:
+        model = replace(model, path=str(model_path(model.path)))
+    return add_adapters(base, lora, seed), AdapterRecord(lora, model, seed, weights_fingerprint(base))
