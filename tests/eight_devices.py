@@ -89,7 +89,7 @@ def test_attention_and_gradients_under_a_mesh_equal_those_of_one_device(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels, interpreted here, run on each device's own shard and heads."""
-    monkeypatch.setattr(pallas_tpu, "_log_fallback", pytest.fail)
+    monkeypatch.setattr(pallas_tpu, "log_fallback", pytest.fail)
     devices = MeshConfig(doc=4, tensor=2).make()
     layout = TokenLayout.from_segments(BATCH, row_length=16, suffix_offset=256, shards=4)
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from hypothesis import given
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from strategies import HASTE, VOCABULARY, batches, random_prompt, tiny_config
 
-from blockrank.attention import pallas_tpu
+from blockrank.attention import pallas_codes, pallas_tpu
 from blockrank.attention.dispatch import attend
 from blockrank.attention.merge import Shards, merge_partial
 from blockrank.attention.visibility import BLOCKRANK, DENSE
@@ -218,7 +218,7 @@ def _attention(q, k, v, cotangent, layout, backend):
 @pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
 def test_attention_over_shards_equals_attention_over_the_list(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of every token, and gradients: those of prefix and suffix are summed over the shards that hold them."""
-    monkeypatch.setattr(pallas_tpu, "_log_fallback", pytest.fail)
+    monkeypatch.setattr(pallas_tpu, "log_fallback", pytest.fail)
     shards = 2
     whole = lay_out(BATCH, shape=replace(lay_out(BATCH, bucket=False).shape, rows=4))
     split = whole.split(shards)
@@ -284,8 +284,8 @@ def test_only_patterns_whose_documents_stay_apart_come_in_shards() -> None:
 def test_what_the_kernel_cannot_take_of_a_shard_is_computed_by_xla(caplog: pytest.LogCaptureFixture) -> None:
     layout = lay_out(BATCH, shards=2)
     q = np.random.default_rng(0).standard_normal((*layout.tokens.shape, 2, 2, 8)).astype(np.float32)
-    pallas_tpu._log_fallback.cache_clear()
-    with caplog.at_level(logging.INFO, logger=pallas_tpu.__name__):
+    pallas_codes.log_fallback.cache_clear()
+    with caplog.at_level(logging.INFO, logger=pallas_codes.__name__):
         ours, xla = (
             attend(q, q[..., 0, :], q[..., 1, :], layout=layout, visibility=BLOCKRANK, backend=name)
             for name in ("pallas_tpu", "xla")
