@@ -23,6 +23,8 @@ from blockrank.training.checkpoint import Checkpoints
 from blockrank.training.export import export_hf
 from blockrank.training.recipe import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["river", "stone", "cloud", "bread", "horse", "engine", "candle", "mirror"]
 DOCUMENTS = [f"the {word} is told of here" for word in WORDS]
 
