@@ -33,6 +33,7 @@ from blockrank.training.recipe import TrainConfig
 SCHEMAS = {"aot": AotConfig, "bench": BenchConfig, "eval": EvalConfig, "prepare": PrepareConfig, "train": TrainConfig}
 NEEDED = {
     "model/hf": ["model.path=weights"],
+    "exp/adapt": ["model.path=weights"],
     "data/beir": ["data.path=beir"],
     "data/beir_folder": ["data.path=beir"],
     "data/hf": ["data.path=lists.parquet"],
@@ -91,7 +92,7 @@ def test_every_file_of_every_group_composes_and_is_read_to_the_last_key(group, n
 @pytest.mark.parametrize("name", names("exp"))
 @pytest.mark.parametrize("command", ["train", "eval", "aot"])
 def test_every_experiment_composes_and_says_what_it_is(command, name):
-    build(SCHEMAS[command], compose(command, [f"+exp={name}"]))
+    build(SCHEMAS[command], compose(command, [f"+exp={name}", *NEEDED.get(f"exp/{name}", ())]))
     header = [line for line in (config_dir() / "exp" / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
     text = "\n".join(header)
     assert f"python -m blockrank.train +exp={name}" in text
@@ -136,7 +137,7 @@ def test_ablations_are_config_choices():
 def test_dry_run_counts_parameters_and_tokens_from_shapes():
     assert "ntp_loss" in dry_run(train_config("ranker.visibility=dense", "model=tiny"))
     text = dry_run(train_config("+exp=msmarco"))
-    assert "parameters: 7,248,023,552 (28.99 GB as float32)" in text
+    assert "parameters: 7,248,023,552 (28.99 GB)" in text
     (found,) = re.findall(r"tokens per list: ([\d,]+) at most", text)
     tokens = int(found.replace(",", ""))
     # Prefix 160, 30 chunks of 160 three to a row of 512, suffix 160 and the answer; buckets may add a third.
@@ -343,7 +344,7 @@ def test_the_command_resolves_paths_from_its_start_folder_and_leaves_nothing_the
         (["+optimizer.lr=1"], "unknown config key optimizer.lr"),
         (["data=beir"], "data.path"),
         (["data=beirr"], "error: data=beirr: no such choice; data is one of beir, beir_folder, hf, icr, "),
-        (["+exp=qickstart"], "error: exp=qickstart: no such choice; exp is one of msmarco, nq, quickstart"),
+        (["+exp=qickstart"], "error: exp=qickstart: no such choice; exp is one of adapt, msmarco, nq, quickstart"),
         (["exp=quickstart"], "Could not override 'exp'"),
         (["trainer.total_steps=0", "model=tiny"], "config key trainer.total_steps: 0 must be at least 1"),
     ],
