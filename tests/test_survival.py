@@ -108,13 +108,13 @@ def test_a_signal_at_other_moments_ends_with_a_committed_step(tmp_path, moment):
 
         run.batches = Batches()
     else:
-        step = run._full_step
+        find = run._programs.find
 
         def compiling(*arguments):
             ask_to_stop()
-            return step(*arguments)
+            return find(*arguments)
 
-        run._full_step = compiling
+        run._programs.find = compiling
     stopped = run.run()
     assert stopped.status == "interrupted"
     assert stopped.step == (2 if moment == "save" else 1)
@@ -308,6 +308,6 @@ def test_skipped_updates_are_counted_across_a_resume(tmp_path):
     first = trainer(tmp_path, batches=poisoned(3), settings=settings)
     first.total_steps = 4
     first.run()
-    assert [row["train/skipped"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 0, 1, 1]
+    assert [r["train/skipped"] for r in read_metrics(tmp_path / "metrics.jsonl") if "train/loss" in r] == [0, 0, 1, 1]
     with pytest.raises(UserError, match=r"step 5.*more than trainer\.max_skipped=1 updates were skipped"):
         trainer(tmp_path, batches=poisoned(5), settings=settings).run()
