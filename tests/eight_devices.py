@@ -33,6 +33,9 @@ from blockrank.sources import Source, make_ranker
 from blockrank.types import CandidateList, ListScores
 
 TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 4e-5
+"""Of the largest gradient in an array: what another order of summation makes of float32, backwards through layers of
+large weights; 1.3e-5 to 2e-5 are seen, and differ between processors."""
 MESHES = [
     MeshConfig(doc=8),
     MeshConfig(doc=4, tensor=2),
@@ -161,7 +164,9 @@ def test_losses_and_gradients_equal_those_of_one_device(mesh: MeshConfig) -> Non
     ):
         actual = np.asarray(leaf.get_value())
         largest = max(1.0, np.abs(wanted.get_value()).max())
-        np.testing.assert_allclose(actual, wanted.get_value(), rtol=0, atol=TOLERANCE * largest, err_msg=str(path))
+        np.testing.assert_allclose(
+            actual, wanted.get_value(), rtol=0, atol=GRADIENT_TOLERANCE * largest, err_msg=str(path)
+        )
 
 
 def compiled_text(mesh: MeshConfig, dtype: jnp.dtype = jnp.float32) -> str:
