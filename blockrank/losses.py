@@ -16,7 +16,7 @@ from blockrank.errors import UserError
 from blockrank.layout import HostArray, TokenLayout
 from blockrank.models.decoder import Decoder, check_score_layer
 from blockrank.models.stack import Remat
-from blockrank.rankers.readout import Aggregation, gather_suffix, read_scores
+from blockrank.rankers.readout import Aggregation, check_length_normalization, gather_suffix, read_scores
 
 
 def next_token_loss(
@@ -71,6 +71,7 @@ class Objective:
     aux_weight: float = 0.1
     temperature: float = 0.05
     signal_aggregation: Aggregation = "sum"
+    length_normalization: float = 0.0
     attention_backend: str = "auto"
     remat: Remat = "none"
 
@@ -82,6 +83,7 @@ class Objective:
             raise UserError(f"signal_aggregation={self.signal_aggregation!r} is unknown: choose {' or '.join(known)}")
         if self.ntp_weight <= 0 and self.aux_weight <= 0:
             raise UserError("ntp_weight and aux_weight are both 0: nothing to train")
+        check_length_normalization(self.length_normalization)
         if self.temperature <= 0:
             raise UserError(f"temperature={self.temperature} must be positive")
 
@@ -125,7 +127,8 @@ def ranking_loss(
         loss += objective.ntp_weight * metrics["ntp_loss"]
     else:
         entering = model.states_at(layout, layer, **options)
-    scores = read_scores(model.probe(layer), entering, layout, objective.signal_aggregation)
+    readout = objective.signal_aggregation, objective.length_normalization
+    scores = read_scores(model.probe(layer), entering, layout, *readout)
     documents = layout.document_mask
     aux, count = info_nce(scores, batch.positive, documents, objective.temperature)
     if objective.aux_weight > 0:

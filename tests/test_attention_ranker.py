@@ -254,6 +254,9 @@ def test_the_default_score_layer_is_at_five_eighths() -> None:
         ({"visibility": "all"}, "visibility='all' is unknown: choose one of blockrank, dense"),
         ({"packing": "loose"}, "packing='loose' is unknown: choose packed or chunked"),
         ({"signal_aggregation": "max"}, "signal_aggregation='max' is unknown: choose sum or mean"),
+        ({"length_normalization": 1.5}, "length_normalization=1.5 must be a number from 0 .* to 1"),
+        ({"length_normalization": True}, "length_normalization=True must be a number"),
+        ({"length_normalization": float("nan")}, "length_normalization=nan must be a number"),
         ({"row_length": 0}, "row_length=0 must be a whole number from 1 on"),
         ({"row_length": "64"}, "row_length='64' must be a whole number from 1 on"),
         ({"score_layer": 2.0}, "score_layer=2.0 must be a whole number from 0 on"),
@@ -264,6 +267,16 @@ def test_the_default_score_layer_is_at_five_eighths() -> None:
 def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         AttentionSettings(**fields)
+
+
+def test_masses_over_tokens_order_documents_of_one_mass_by_length() -> None:
+    candidates = listed(*passages(4))
+    (whole,), (per_token,) = (scored(ranker(replace(SETTINGS, length_normalization=x)), candidates) for x in (0.0, 1.0))
+    lengths = np.array([len(ids) for ids in encoder().encode(candidates).documents])
+    expected = whole.scores / lengths
+    np.testing.assert_allclose(per_token.scores, 2 * expected / expected.sum(), rtol=0, atol=TOLERANCE)
+    with pytest.raises(UserError, match=r"length_normalization=0\.5 knows the tokens of a part.*truncate"):
+        AttentionRanker(decoder(), encoder(long_documents="split"), replace(SETTINGS, length_normalization=0.5))
 
 
 def test_a_score_layer_that_does_not_fit_the_model_is_refused() -> None:

@@ -50,7 +50,7 @@ states_at = model_jit(lambda model, where, layer: model.states_at(where, layer, 
 @cache
 def entering() -> np.ndarray:
     """States entering each layer, [L, B, T, D]."""
-    look = model_jit(lambda model, where: model.observe(where, lambda _, state: state, visibility=BLOCKRANK))
+    look = model_jit(lambda model, where: model.observe(where, lambda _, state, __: state, visibility=BLOCKRANK))
     return np.asarray(look(decoder(), layout()))
 
 

@@ -183,6 +183,18 @@ def test_the_objective_is_the_sum_of_its_parts() -> None:
     assert metrics["attention_p_at_1"] == np.mean([scaled[i].argmax() == POSITIVE[i].argmax() for i in range(2)])
 
 
+def test_the_loss_reads_masses_over_tokens_as_the_ranker_does() -> None:
+    layout, options = batch().layout, {"visibility": BLOCKRANK, "aggregation": "sum", "length_normalization": 1.0}
+    objective = Objective(LAYER, ntp_weight=0, aux_weight=1, length_normalization=1.0)
+
+    def both(model: Decoder, where: TokenLayout) -> tuple[jax.Array, jax.Array]:
+        loss, _ = ranking_loss(model, TrainingBatch(where, POSITIVE), objective)
+        return loss, attention_scores(model, where, LAYER, **options)
+
+    loss, scores = model_jit(both)(decoder(), layout)
+    assert float(loss) == pytest.approx(float(info_nce(scores, POSITIVE, layout.document_mask, 0.05)[0]), rel=1e-6)
+
+
 def test_full_fine_tuning_is_a_language_models_loss() -> None:
     """Dense attention, NTP only: the answer's cross-entropy in the prompt read as one text."""
     loss, metrics, _ = loss_and_gradients(Objective(LAYER, visibility="dense", aux_weight=0))
@@ -226,6 +238,7 @@ def test_gradients_of_the_parts_add_up() -> None:
         ({"visibility": "sparse"}, "visibility='sparse' is unknown: choose one of blockrank, dense"),
         ({"ntp_weight": 0, "aux_weight": 0}, "both 0: nothing to train"),
         ({"temperature": 0}, "temperature=0 must be positive"),
+        ({"length_normalization": 2}, "length_normalization=2 must be a number from 0"),
         ({"signal_aggregation": "max"}, "signal_aggregation='max' is unknown: choose sum or mean"),
     ],
 )

@@ -258,7 +258,7 @@ def test_scores_over_shards_equal_scores_over_the_list() -> None:
     k = 2 * rng.standard_normal((2, 12, 2, 8)).astype(np.float32)
     segments = np.array([[0, 0, 1, PAD, 2, 2, 2, PAD, 3, 3, PAD, PAD], [0] * 4 + [PAD] * 8])
     signals = np.array([[True, True], [True, False]])
-    expected = document_mass(q, k, segments, signals, 4, "sum")
+    expected, per_token = (document_mass(q, k, segments, signals, 4, "sum", 1, exponent) for exponent in (0.0, 1.0))
 
     def dealt(values: np.ndarray) -> np.ndarray:
         return np.concatenate(np.split(values, 3, axis=1))
@@ -268,6 +268,8 @@ def test_scores_over_shards_equal_scores_over_the_list() -> None:
     )
     np.testing.assert_allclose(actual, np.tile(expected, (3, 1)), rtol=0, atol=1e-6)
     np.testing.assert_allclose(expected.sum(axis=1), [2, 1], atol=1e-6)
+    shards = np.tile(q, (3, 1, 1, 1, 1)), dealt(k), dealt(segments), np.tile(signals, (3, 1))
+    np.testing.assert_allclose(document_mass(*shards, 4, "sum", 3, 1.0), np.tile(per_token, (3, 1)), rtol=0, atol=1e-6)
 
 
 def test_only_patterns_whose_documents_stay_apart_come_in_shards() -> None:

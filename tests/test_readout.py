@@ -17,7 +17,14 @@ from blockrank.attention.visibility import BLOCKRANK
 from blockrank.layout import TokenLayout
 from blockrank.models.decoder import Decoder
 from blockrank.prompts.encode import PromptSegments
-from blockrank.rankers.readout import attention_scores, document_mass, gather_suffix, layer_scores, read_scores
+from blockrank.rankers.readout import (
+    attention_scores,
+    document_mass,
+    gather_suffix,
+    layer_scores,
+    read_scores,
+    signal_masses,
+)
 
 LAYER = 2
 TOLERANCE = 1e-5
@@ -29,16 +36,19 @@ def decoder() -> Decoder:
     return tiny_decoder(tiny_config(3))
 
 
-def _score(model, layout, *, layer=LAYER, aggregation="sum"):
-    return attention_scores(model, layout, layer, visibility=BLOCKRANK, aggregation=aggregation)
+def _score(model, layout, *, layer=LAYER, aggregation="sum", exponent=0.0):
+    options = {"aggregation": aggregation, "length_normalization": exponent}
+    return attention_scores(model, layout, layer, visibility=BLOCKRANK, **options)
 
 
-score = model_jit(_score, "layer", "aggregation")
+score = model_jit(_score, "layer", "aggregation", "exponent")
 
 
-def scores_of(batch: list[PromptSegments], **options: object) -> np.ndarray:
+def scores_of(
+    batch: list[PromptSegments], aggregation: str = "sum", exponent: float = 0.0, **options: object
+) -> np.ndarray:
     layout = TokenLayout.from_segments(batch, **{"row_length": 16, "suffix_offset": 64, "shape": SHAPE, **options})
-    return np.asarray(score(decoder(), layout))
+    return np.asarray(score(decoder(), layout, aggregation=aggregation, exponent=exponent))
 
 
 def permuted(prompt: PromptSegments, order: list[int]) -> PromptSegments:
@@ -146,6 +156,55 @@ def test_masses_by_hand() -> None:
     mass = document_mass(q, k, jnp.asarray([[0, 0, 1]]), jnp.ones((1, 1), bool), 2, "sum")
     first = (4 / 8 + 10 / 26) / 2
     np.testing.assert_allclose(mass, [[first, 1 - first]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("exponent", "odds"), [(1.0, [1, 1, 1, 0]), (0.5, [3**0.5, 1, 2, 0])])
+def test_masses_over_tokens_by_hand(exponent: float, odds: list[float]) -> None:
+    """q = 0: masses are 3 : 1 : 4, as the tokens are; their sum stays that of two signals."""
+    segments = jnp.asarray([[0, 0, 0, -3, 2, 2, 2, 2, 1, -3]])
+    q, k, both = jnp.zeros((1, 2, 2, 3, 4)), jnp.ones((1, 10, 2, 4)), jnp.ones((1, 2), bool)
+    mass = document_mass(q, k, segments, both, 4, "sum", length_normalization=exponent)
+    np.testing.assert_allclose(mass, [2 * np.array(odds) / sum(odds)], rtol=1e-6)
+    nothing = document_mass(q, k, jnp.full((1, 10), -3), both, 4, "sum", length_normalization=exponent)
+    np.testing.assert_array_equal(nothing, [[0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean"])
+def test_scores_over_tokens_are_the_masses_over_the_documents_lengths(aggregation: str) -> None:
+    batch = [PROMPT, random_prompt(1, 4, [3, 2], 6, signals=(-1,)), random_prompt(2, 4, [], 6)]
+    whole = scores_of(batch, aggregation=aggregation)
+    lengths = np.array([[len(d) for d in p.documents] + [1] * (6 - len(p.documents)) for p in batch])
+    for exponent in (0.5, 1.0):
+        scores = scores_of(batch, aggregation=aggregation, exponent=exponent)
+        weighted = whole / lengths**exponent
+        expected = weighted * whole.sum(1, keepdims=True) / np.maximum(weighted.sum(1, keepdims=True), 1e-9)
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
+        assert np.abs(scores - whole).max() > 0.05
+
+
+def test_scores_of_whole_documents_need_no_lengths() -> None:
+    """With the exponent 0 the program is the one without it, so scores are the same to the bit."""
+    layout = on_device(TokenLayout.from_segments([PROMPT], row_length=16, suffix_offset=64, shape=SHAPE))
+    states = jnp.zeros((1, SHAPE.tokens, 32))
+
+    def traced(*options: float) -> str:
+        return str(jax.make_jaxpr(lambda s: read_scores(decoder().probe(LAYER), s, layout, "sum", *options))(states))
+
+    assert traced() == traced(0.0) != traced(1.0)
+
+
+def test_the_masses_of_single_signals_add_up() -> None:
+    batch = [PROMPT, random_prompt(1, 4, [3, 2], 6, signals=(-1,))]
+    layout = on_device(TokenLayout.from_segments(batch, row_length=16, suffix_offset=64, shape=SHAPE))
+    states = model_jit(lambda m, where: m.states_at(where, LAYER, visibility=BLOCKRANK))(decoder(), layout)
+    masses = np.asarray(signal_masses(decoder().probe(LAYER), states, layout))
+    assert masses.shape == (2, 2, SHAPE.documents)
+    np.testing.assert_allclose(masses.sum(axis=1), score(decoder(), layout), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(masses.sum(axis=2), [[1, 1], [1, 0]], rtol=0, atol=1e-6)
+    assert np.abs(masses[0, 0] - masses[0, 1]).max() > 1e-3
+    for signal, place in enumerate((-2, -1)):
+        one = replace(PROMPT, signals=(len(PROMPT.suffix) + place,))
+        np.testing.assert_allclose(masses[0, signal], scores_of([one])[0], rtol=0, atol=1e-6)
 
 
 def test_gather_suffix_reads_from_the_suffix() -> None:

@@ -77,14 +77,21 @@ def _function(config: BenchConfig, system: System, layer: int) -> Callable[[Any,
     visibility, backend = PATTERNS[system.visibility], system.backend
     if system.reading == "decode":
         return lambda model, layout: greedy(model, layout, config.decode_tokens, visibility=visibility, backend=backend)
-    aggregation = config.settings(system).signal_aggregation
+    settings = config.settings(system)
+    aggregation, exponent = settings.signal_aggregation, settings.length_normalization
 
     def whole(model: Decoder, layout: TokenLayout) -> Float[Array, "B N"]:
         _, entering = model.states(layout, visibility=visibility, tap=layer, backend=backend)
-        return read_scores(model.probe(layer), entering, layout, aggregation)
+        return read_scores(model.probe(layer), entering, layout, aggregation, exponent)
 
     def cut(model: TruncatedDecoder, layout: TokenLayout) -> Float[Array, "B N"]:
-        return attention_scores(model, layout, layer, visibility=visibility, aggregation=aggregation, backend=backend)
+        return attention_scores(
+            *(model, layout, layer),
+            visibility=visibility,
+            aggregation=aggregation,
+            length_normalization=exponent,
+            backend=backend,
+        )
 
     return cut if system.depth == "score_layer" else whole
 

@@ -97,13 +97,21 @@ class Trunk(nnx.Module):
         raise NotImplementedError
 
     def observe(
-        self, layout: TokenLayout, look: Callable[[Block, Array], Any], *, visibility: Visibility, backend: str = "auto"
+        self,
+        layout: TokenLayout,
+        look: Callable[[Block, Array, Any], Any],
+        *,
+        visibility: Visibility,
+        backend: str = "auto",
     ) -> Any:
-        """`look(block, state)` for the state that enters each layer, stacked over layers; for analysis."""
+        """`look(block, state, window)` for the state that enters each layer, stacked over layers; for analysis.
+
+        `window` is the layer's sliding window, None where it has none under this visibility.
+        """
         forward = self._step(layout, visibility, backend)
 
         def step(block: Block, state: Array, window: Any) -> tuple[Array, Any]:
-            return forward(block, state, window), look(block, state)
+            return forward(block, state, window), look(block, state, window)
 
         state = self._embedded(layout)
         return scan_blocks(self.blocks, step, state, self._windows(visibility))[1]
@@ -198,7 +206,7 @@ class Decoder(Trunk):
     def hidden_states(self, tokens: Int[Array, "B T"]) -> Float[Array, "L1 B T D"]:
         """States entering each layer, then those after the last, [L+1, B, T, D], before the final norm."""
         layout = TokenLayout.causal(tokens)
-        entering = self.observe(layout, lambda _, state: state, visibility=DENSE)
+        entering = self.observe(layout, lambda _, state, __: state, visibility=DENSE)
         return jnp.concatenate([entering, self.states(layout, visibility=DENSE)[0][None]])
 
 

@@ -19,7 +19,7 @@ from blockrank.models.decoder import Decoder, TruncatedDecoder, check_score_laye
 from blockrank.models.loading import cast_parameters, check_heads, flat_parameters, place_parameters
 from blockrank.prompts.encode import PromptEncoder, PromptSegments
 from blockrank.rankers.reading import ListReader, ReadingSettings, list_scores, one_of, unread, whole
-from blockrank.rankers.readout import Aggregation, attention_scores
+from blockrank.rankers.readout import Aggregation, attention_scores, check_length_normalization
 from blockrank.types import CandidateList, ListScores
 
 EMPTY_SCORE = 0.0
@@ -32,15 +32,19 @@ class AttentionSettings(ReadingSettings):
 
     `score_layer`: 0-based; None takes the layer at 5/8 of the depth (20 of Mistral's 32). `signal_aggregation`: scores
     of a list sum to the number of signal tokens (`sum`, the paper) or to 1 (`mean`, the released code).
+    `length_normalization`: a document's mass is that of all its tokens (0, the paper), per token (1), or over its
+    tokens to a power between; the sum of a list's scores stays.
     """
 
     score_layer: int | None = None
     signal_aggregation: Aggregation = "sum"
+    length_normalization: float = 0.0
     kind: Literal["attention"] = "attention"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "signal_aggregation", get_args(Aggregation))
+        check_length_normalization(self.length_normalization)
         if self.score_layer is not None:
             whole(self, "score_layer", 0)
 
@@ -79,6 +83,7 @@ def score_program(
             score_layer,
             visibility=settings.pattern,
             aggregation=settings.signal_aggregation,
+            length_normalization=settings.length_normalization,
             backend=settings.attention_backend,
         )
 
@@ -106,6 +111,11 @@ class AttentionRanker:
         self.name = name
         self.encoder = encoder
         self.settings = settings or AttentionSettings()
+        if self.settings.length_normalization and encoder.limits.long_documents == "split":
+            raise UserError(
+                f"length_normalization={self.settings.length_normalization} knows the tokens of a part, not those of "
+                "the document: set it to 0, or limits.long_documents=truncate"
+            )
         if isinstance(model, Decoder):
             model = model.truncate(self.settings.layer_of(model.config))
         cut, wanted = model.config.num_layers, self.settings.score_layer

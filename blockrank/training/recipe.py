@@ -144,6 +144,7 @@ class TrainConfig:
             aux_weight=loss.aux_weight,
             temperature=loss.temperature,
             signal_aggregation=self.ranker.signal_aggregation,
+            length_normalization=self.ranker.length_normalization,
             attention_backend=self.ranker.attention_backend,
             remat=loss.remat,
         )
