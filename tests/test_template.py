@@ -59,6 +59,21 @@ def test_pieces_are_cut_at_slots_and_white_space_goes_with_the_slot() -> None:
     assert template.answer[1] == Piece("slot", "number", separator=", ")
 
 
+def test_signals_may_be_any_tokens_of_a_piece(tmp_path: Path) -> None:
+    suffix = [{"text": "\nAnswer now", "signal": [-2, 0]}, {"text": " {query}", "signal": True}, "?"]
+    template = PromptTemplate.from_config(
+        small(suffix=[*suffix, {"text": ":", "signal": []}, {"text": "x", "signal": [-1]}])
+    )
+    assert template.suffix == (
+        Piece("literal", "\nAnswer now", signal=(-2, 0)),
+        Piece("slot", "query", " ", signal=True),
+        Piece("literal", "?"),
+        Piece("literal", ":", signal=()),
+        Piece("literal", "x", signal=True),
+    )
+    assert PromptTemplate.from_yaml(template.save(tmp_path)) == template
+
+
 def test_doubled_braces_are_literal() -> None:
     template = PromptTemplate.from_config(small(document=["{{x}} {number} {text}"]))
     assert template.document[0] == Piece("literal", "{x}")
@@ -98,7 +113,15 @@ def test_fingerprint_follows_content_not_name_or_layout() -> None:
         ({"prefix": [{"special": "<bos>"}, "no query"]}, r"neither prefix nor suffix has \{query\}"),
         ({"prefix": [{"special": "<eos>"}, "{query}"]}, r"prefix\[0\]: special '<eos>' cannot stand in prefix"),
         ({"suffix": ["Answer:"]}, "signal: true"),
-        ({"suffix": [{"text": "{query}", "signal": True}]}, r"suffix\[0\]: a signal piece is literal"),
+        ({"suffix": [{"text": "{query}?", "signal": True}]}, r"suffix\[0\]: a signal piece is literal"),
+        (
+            {"suffix": [{"text": "{query}", "signal": [-2]}]},
+            r"suffix\[0\]: \{query\} is a signal by its last token only",
+        ),
+        ({"suffix": [{"text": ":", "signal": [-1, -1]}]}, r"suffix\[0\]: signal=\[-1, -1\] is not"),
+        ({"suffix": [{"text": ":", "signal": [True]}]}, r"suffix\[0\]: signal=\[True\] is not"),
+        ({"suffix": [{"text": ":", "signal": []}]}, "no piece of suffix or answer has `signal: true`"),
+        ({"answer": [{"text": "{number}", "signal": True}]}, "answer has a signal after"),
         ({"suffix": [{"text": ":", "signal": "yes"}]}, r"suffix\[0\]: signal='yes'"),
         ({"suffix": [{"text": ":", "sgnal": True}]}, r"suffix\[0\]: unknown key 'sgnal'"),
         ({"suffix": [7]}, r"suffix\[0\]: a piece is"),

@@ -52,8 +52,8 @@ class PromptSegments:
     """The token ids of one candidate list, all int32.
 
     `prefix` [P]; `documents`: one array per segment of a non-empty candidate, in candidate order; `document_index`: the
-    candidate of each, which repeats where a long document was split; `suffix` [Q] ends with the last signal token when
-    there is no answer, else with the whole answer; `signals`: indices into `suffix`; `answer_start`: index into
+    candidate of each, which repeats where a long document was split; `suffix` [Q] ends with the last signal's piece
+    when there is no answer, else with the whole answer; `signals`: indices into `suffix`; `answer_start`: index into
     `suffix` of the first answer (label) token, `len(suffix)` without an answer; `truncated`: one per candidate.
     """
 
@@ -73,10 +73,10 @@ class PromptSegments:
 
 @dataclass(frozen=True)
 class _Scaffold:
-    """A literal or special piece with its ids."""
+    """A literal or special piece with its ids; `signals` are indices into them."""
 
     ids: tuple[int, ...]
-    signal: bool = False
+    signals: tuple[int, ...] = ()
 
 
 _Compiled = tuple["_Scaffold | Piece", ...]
@@ -139,8 +139,8 @@ class PromptEncoder:
                 if isinstance(piece, Piece):
                     suffix = suffix + self._answer_numbers(piece, answers)
                 else:
+                    signals += [len(suffix) + token for token in piece.signals]
                     suffix = suffix + list(piece.ids)
-                    signals += [len(suffix) - 1] if piece.signal else []
         return PromptSegments(
             prefix=np.asarray(prefix, np.int32),
             documents=tuple(documents),
@@ -253,13 +253,14 @@ class PromptEncoder:
         budget = self._query_tokens
         for piece in segment:
             if isinstance(piece, _Scaffold):
+                signals += [len(ids) + token for token in piece.signals]
                 ids.extend(piece.ids)
-                signals += [len(ids) - 1] if piece.signal else []
                 continue
             query = self.tokenizer.encode(piece.lead + words)
             if budget is not None and len(query) > budget:
                 query, cut = query[: budget - budget // 2] + query[len(query) - budget // 2 :], True
             ids.extend(query)
+            signals += [len(ids) - 1] if piece.signal else []
         return ids, cut, signals
 
     def _answer_numbers(self, piece: Piece, answers: Sequence[int]) -> list[int]:
@@ -295,15 +296,26 @@ class PromptEncoder:
             elif piece.kind == "special":
                 flush()
                 compiled.append(_Scaffold(self._special_ids(piece.text)))
-            elif piece.kind == "literal" and not piece.signal:
+            elif piece.kind == "literal" and piece.signal is False:
                 text += f" {piece.text}" if first and not piece.text.startswith(" ") else piece.text
                 first = False
             else:
                 flush()
-                signal_ids = self.tokenizer.encode_scaffold(piece.text) if piece.signal else ()
-                compiled.append(_Scaffold(tuple(signal_ids), signal=True) if piece.signal else piece)
+                compiled.append(piece if piece.kind == "slot" else self._apart(piece))
         flush()
         return tuple(compiled)
+
+    def _apart(self, piece: Piece) -> _Scaffold:
+        """A literal piece that says which of its tokens are signals."""
+        ids = tuple(self.tokenizer.encode_scaffold(piece.text))
+        wanted = (-1,) if piece.signal is True else piece.signal or ()
+        signals = sorted({token % len(ids) for token in wanted if -len(ids) <= token < len(ids)})
+        if len(signals) < len(wanted):
+            raise UserError(
+                f"template {self.template.name!r}: {piece.text!r} has {len(ids)} tokens, and signal={list(wanted)} "
+                "names one that is not there, or one twice"
+            )
+        return _Scaffold(ids, tuple(signals))
 
     def _special_ids(self, name: str) -> tuple[int, ...]:
         if name == "<eos>":
@@ -327,8 +339,9 @@ class PromptEncoder:
 
 
 def _up_to_last_signal(pieces: _Compiled) -> _Compiled:
-    last = max(index for index, piece in enumerate(pieces) if isinstance(piece, _Scaffold) and piece.signal)
-    return pieces[: last + 1]
+    """What a prompt without an answer needs; the last piece is whole, whichever of its tokens is the signal."""
+    signals = [piece.signals if isinstance(piece, _Scaffold) else piece.signal for piece in pieces]
+    return pieces[: max(index for index, signal in enumerate(signals) if signal) + 1]
 
 
 def _words(document: Document) -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 A template has four lists of pieces: `prefix`, `document`, `suffix` and `answer`. A piece is a string in which
 `{query}`, `{title}`, `{text}` or `{number}` stand for content (write `{{` for a brace), or a mapping: `text` with
-`signal: true` (its last token is a signal position), `text: "{number}"` with a `separator` (for several answers), or
-`special: <bos>`, `<turn>` or `<eos>`.
+`signal: true` (its last token is a signal position) or `signal: [-3, -1]` (these tokens are, counted as Python's lists
+are; `[]` keeps a piece apart that has none), `text: "{number}"` with a `separator` (for several answers), or `special:
+<bos>`, `<turn>` or `<eos>`. `{query}` alone may be a signal by its last token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -48,13 +49,13 @@ class Piece:
     `literal`: `text` as it stands. `slot`: `text` names the content, `lead` is white space tokenised together with it
     (and left out when the content is empty); `separator` stands between several numbers. `special`: `<bos>`, `<turn>`
     (the user's turn ends and the assistant's begins; a line break without a chat template) or `<eos>` (the end of the
-    answer).
+    answer). `signal`: whether the last token is a signal, or which tokens are.
     """
 
     kind: Literal["literal", "slot", "special"]
     text: str
     lead: str = ""
-    signal: bool = False
+    signal: bool | tuple[int, ...] = False
     separator: str = ""
 
     def to_config(self) -> Any:
@@ -63,8 +64,8 @@ class Piece:
         text = f"{self.lead}{{{self.text}}}"
         if self.kind == "literal":
             text = self.text.replace("{", "{{").replace("}", "}}")
-        if self.signal:
-            return {"text": text, "signal": True}
+        if self.signal is not False:
+            return {"text": text, "signal": True if self.signal is True else list(self.signal)}
         return {"text": text, "separator": self.separator} if self.separator else text
 
 
@@ -196,8 +197,8 @@ def _pieces(values: Any, section: Section, source: str) -> tuple[Piece, ...]:
     merged: list[Piece] = []
     nested = [_piece(value, section, f"{source}: {section}[{index}]") for index, value in enumerate(values)]
     for piece in chain.from_iterable(nested):
-        plain = piece.kind == "literal" and not piece.signal
-        if plain and merged and merged[-1].kind == "literal" and not merged[-1].signal:
+        plain = piece.kind == "literal" and piece.signal is False
+        if plain and merged and merged[-1].kind == "literal" and merged[-1].signal is False:
             merged[-1] = Piece("literal", merged[-1].text + piece.text)
         else:
             merged.append(piece)
@@ -218,17 +219,28 @@ def _piece(value: Any, section: Section, where: str) -> list[Piece]:
     if not isinstance(value["text"], str) or not value["text"]:
         raise UserError(f"{where}: text must be a string that is not empty")
     pieces = _split_slots(value["text"], section, where)
-    signal = _typed(value, "signal", bool, False, where)
-    if signal and [piece.kind for piece in pieces] != ["literal"]:
-        raise UserError(f"{where}: a signal piece is literal text, without slots")
+    signal = _signal(value.get("signal", False), where)
+    if signal is not False and len(pieces) > 1:
+        raise UserError(f"{where}: a signal piece is literal text without slots, or {{query}} alone")
+    if pieces[0].kind == "slot" and signal not in (False, True):
+        raise UserError(f"{where}: {{query}} is a signal by its last token only: write signal: true")
     separator = value.get("separator", "")
     if "separator" in value and (not isinstance(separator, str) or section != "answer" or pieces[0].kind != "slot"):
         raise UserError(f'{where}: separator is a string beside `text: "{{number}}"` in answer')
-    if signal:
-        return [Piece("literal", pieces[0].text, signal=True)]
+    if signal is not False:
+        return [replace(pieces[0], signal=signal)]
     if separator:
         return [Piece("slot", pieces[0].text, pieces[0].lead, separator=separator), *pieces[1:]]
     return pieces
+
+
+def _signal(value: Any, where: str) -> bool | tuple[int, ...]:
+    if isinstance(value, bool):
+        return value
+    whole = isinstance(value, list | tuple) and all(type(token) is int for token in value)
+    if not whole or len(set(value)) < len(value):
+        raise UserError(f"{where}: signal={value!r} is not true, false or a list of tokens such as [-2, -1]")
+    return True if tuple(value) == (-1,) else tuple(value)
 
 
 def _split_slots(text: str, section: Section, where: str) -> list[Piece]:
