@@ -90,6 +90,7 @@ class Reranker:
         dtype: str = "float32",
         weights: str | None = None,
         base: str | None = None,
+        readout: str | Path | None = None,
         attention_backend: str | None = None,
         mesh: Mesh | MeshConfig | str | None = None,
         beams: int | None = 10,
@@ -102,6 +103,7 @@ class Reranker:
         `dtype` is the type of weights and activations, `float32` or `bfloat16`; scores are float32 either way.
         `weights="int8"` holds the kernels of linear layers in eight bits; docs/benchmarks.md says what it costs.
         `base`: where the base model of a LoRA run lies, if it has moved; its weights must be the same.
+        `readout`: a `readout.yaml` of `blockrank.analyze`, the score layer and signal tokens found best for the model.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.
         `ranker="generative"` decodes the documents' numbers with `beams` beams (None: all of them); scores are
@@ -116,6 +118,10 @@ class Reranker:
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype={dtype!r} is unknown: choose float32 or bfloat16")
         check_weights(weights)
+        if readout is not None and score_layer is not None:
+            raise UserError(
+                f"score_layer={score_layer} and readout={readout}: a readout has its own layer; leave one out"
+            )
         reading = {"packing": layout, "row_length": row_length, "attention_backend": attention_backend}
         limits = {
             "document_tokens": document_tokens,
@@ -123,6 +129,8 @@ class Reranker:
             "long_documents": long_documents,
         }
         source = open_source(path_or_name, dtype=jnp.dtype(dtype), base=base)
+        if readout is not None:
+            source = source.with_readout(readout)
         shared: dict[str, Any] = {
             "template": None if prompt is None else PromptTemplate.from_yaml(prompt),
             "preset": preset,

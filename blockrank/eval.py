@@ -57,7 +57,8 @@ class EvalConfig(TrainingSections):
     """`configs/eval.yaml`.
 
     `checkpoint` goes before `model`; `base` is where the base model of its adapters lies, if it has moved. Readout
-    settings come from `ranker`, else `preset`, else the checkpoint, else the `paper` preset. `name`: of the row and its
+    settings come from `ranker`, else `preset`, else the checkpoint, else the `paper` preset; a `readout` that was found
+    goes before all in score layer and signals. `name`: of the row and its
     folder, not the first stage's; null: the ranker's kind. A key about lists that is null takes the value of the
     experiment's `test`, else a default.
     """
@@ -75,6 +76,7 @@ class EvalConfig(TrainingSections):
     prompt: dict[str, Any] | None = None
     ranker: AttentionSettings | GenerativeSettings | None = None
     limits: PromptLimits | None
+    readout: Path | None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     split: str | None
     candidates: str | None
@@ -151,6 +153,8 @@ def _ranker(config: EvalConfig) -> AttentionRanker | GenerativeRanker:
     else:
         assert config.model is not None
         source = Source(config.model.load(config.seed), config.model.load_tokenizer())
+    if config.readout is not None:
+        source = source.with_readout(config.readout)
     mesh = open_mesh(config.mesh)
     shared: dict[str, Any] = {
         "template": None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),

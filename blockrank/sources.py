@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from blockrank.errors import UserError
-from blockrank.models.decoder import Decoder
+from blockrank.models.decoder import Decoder, check_score_layer
 from blockrank.models.loading import load_decoder
 from blockrank.models.quantize import check_weights, quantize_model
 from blockrank.paths import AnyPath, fetched
@@ -21,20 +22,34 @@ from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
 from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
 from blockrank.rankers.reading import ReadingSettings
+from blockrank.rankers.readout_file import FoundReadout
 from blockrank.training.export import RankingRecord
 from blockrank.training.initial import check_vocabulary, is_model_file, model_path
 from blockrank.training.saved_model import load_checkpoint_model
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Source:
-    """A model with what is known of how it is to be prompted and read."""
+    """A model with what is known of how it is to be prompted and read.
+
+    A `readout` that was found for it goes before all else in score layer and signals.
+    """
 
     model: Decoder
     tokenizer: Tokenizer
     template: PromptTemplate | None = None
     settings: AttentionSettings | None = None
     limits: PromptLimits | None = None
+    readout: FoundReadout | None = None
+
+    def with_readout(self, path: str | Path) -> Source:
+        """The same with the readout in a `readout.yaml`, which is logged. Raises `UserError` for another file."""
+        found = FoundReadout.read(path)
+        log.info("readout %s: score_layer=%d, signals %s", path, found.score_layer, found.signals)
+        check_score_layer(found.score_layer, self.model.config)
+        return replace(self, readout=found)
 
 
 def open_source(path_or_name: str | AnyPath, *, dtype: jnp.dtype = jnp.float32, base: str | None = None) -> Source:
@@ -77,10 +92,13 @@ def make_ranker(
 
     A readout setting comes from `settings`, else from `preset` if one is named, else from the source, else from the
     `paper` preset. A preset names no limits: these come from `limits`, else the source. The template is `template`,
-    else the source's, else the preset's. `weights` of `int8` holds the kernels in eight bits. Raises `UserError` for a
-    tokenizer with ids the model does not embed.
+    else the source's, else the preset's. The source's `readout` goes before all. `weights` of `int8` holds the kernels
+    in eight bits. Raises `UserError` for a tokenizer with ids the model does not embed, and for a prompt that is not
+    the readout's.
     """
     read = replace(_readout(source, preset), **(settings or {}))
+    if source.readout is not None:
+        read = replace(read, score_layer=source.readout.score_layer)
     encoder = _encoder(source, template, preset, limits)
     return AttentionRanker(_model(source, weights), encoder, read, name or "attention", mesh)
 
@@ -115,6 +133,8 @@ def _readout(source: Source, preset: str | None) -> AttentionSettings:
     if preset is not None and preset not in PRESETS:
         raise UserError(f"preset={preset!r} is unknown: choose one of {', '.join(PRESETS)}")
     read = source.settings or AttentionSettings(**PRESETS["paper"])
+    if source.readout is not None:
+        read = replace(read, score_layer=source.readout.score_layer)
     return replace(read, **(PRESETS[preset] if preset else {}))
 
 
@@ -124,4 +144,6 @@ def _encoder(
     check_vocabulary(source.model.config, source.tokenizer)
     limit = replace(source.limits or PromptLimits(), **(limits or {}))
     template = template or source.template or PromptTemplate.from_yaml("release" if preset == "release" else "paper")
+    if source.readout is not None:
+        template = source.readout.of(template)
     return PromptEncoder(template, source.tokenizer, limit)
