@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from blockrank.analysis.settings import AnalyzeConfig
 from blockrank.aot import AotConfig
 from blockrank.benchmark.settings import BenchConfig
 from blockrank.config import build, check_overrides, compose, config_dir, differences, to_plain
@@ -30,7 +31,14 @@ from blockrank.train import check_measures
 from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
 
-SCHEMAS = {"aot": AotConfig, "bench": BenchConfig, "eval": EvalConfig, "prepare": PrepareConfig, "train": TrainConfig}
+SCHEMAS = {
+    "analyze": AnalyzeConfig,
+    "aot": AotConfig,
+    "bench": BenchConfig,
+    "eval": EvalConfig,
+    "prepare": PrepareConfig,
+    "train": TrainConfig,
+}
 NEEDED = {
     "model/hf": ["model.path=weights"],
     "exp/adapt": ["model.path=weights"],
@@ -90,7 +98,7 @@ def test_every_file_of_every_group_composes_and_is_read_to_the_last_key(group, n
 
 
 @pytest.mark.parametrize("name", names("exp"))
-@pytest.mark.parametrize("command", ["train", "eval", "aot"])
+@pytest.mark.parametrize("command", ["train", "eval", "aot", "analyze"])
 def test_every_experiment_composes_and_says_what_it_is(command, name):
     build(SCHEMAS[command], compose(command, [f"+exp={name}", *NEEDED.get(f"exp/{name}", ())]))
     header = [line for line in (config_dir() / "exp" / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
