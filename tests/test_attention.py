@@ -86,7 +86,7 @@ PROGRAMS = {
 
 
 def with_gradients(arrays, layout, pattern, backend="xla", sliding_window=None):
-    tile = xla.MAX_TILE_LOGITS, xla.ROW_TILE
+    tile = xla.MAX_TILE_LOGITS, xla.KEY_TILE, xla.ROW_TILE
     return PROGRAMS[backend](*arrays, layout, sliding_window, pattern=pattern, backend=backend, tile=tile)
 
 
@@ -162,6 +162,7 @@ def test_tiles(pattern: Visibility, limit: int, monkeypatch: pytest.MonkeyPatch)
     batch = [random_prompt(4, 5, [11, 7, 3], 6), random_prompt(5, 4, [2], 3)]
     layout = lay_out(batch, pattern, bucket=False)
     monkeypatch.setattr(xla, "MAX_TILE_LOGITS", limit)
+    monkeypatch.setattr(xla, "KEY_TILE", 6)
     assert_backends_agree(layout, pattern)
 
 

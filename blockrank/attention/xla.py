@@ -1,4 +1,4 @@
-"""Structured einsums: linear in tokens for BlockRank, tiled for dense patterns, on any device.
+"""Structured einsums: linear in tokens for BlockRank, tiled triangles for dense patterns, on any device.
 
 For each part of the stream the visibility's rules say which keys can matter: whole parts that every query of the part
 may see, and, for documents that see only their own segment, the keys of their own row. Only those logits are computed;
@@ -12,15 +12,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from blockrank.attention.precision import matmul_precision
-from blockrank.attention.reference import masked_exponentials
+from blockrank.attention.reference import masked_exponentials, masked_softmax_lse
 from blockrank.attention.visibility import Part, Tokens, Visibility
 from blockrank.layout import PAD, TokenLayout
 
 MAX_TILE_LOGITS = 1 << 22
 """Query-key pairs per list and head held at once; longer query parts, and more rows, are tiled."""
+
+KEY_TILE = 512
+"""Keys that tiled queries take at once, or skip if none of them sees any: half of all in causal attention."""
 
 ROW_TILE = 128
 """Queries of a row that share one range of keys: fewer waste fewer logits, more make larger products."""
@@ -54,6 +57,8 @@ def xla_attention(
 ) -> Float[Array, "B T K G H"]:
     """Attention over a whole layout; equals the oracle in values and gradients."""
     tokens = Tokens.of(layout)
+    if visibility.sequential and q.shape[1] ** 2 > MAX_TILE_LOGITS:
+        return _by_position(q, k, v, tokens, visibility, sliding_window, scale)
     slices = {Part.PREFIX: layout.prefix, Part.DOCUMENT: layout.rows, Part.SUFFIX: layout.suffix}
 
     def part(where: slice) -> Keys:
@@ -78,6 +83,24 @@ def xla_attention(
     return jnp.concatenate(outputs, axis=1)
 
 
+def _by_position(
+    q: Array, k: Array, v: Array, tokens: Tokens, visibility: Visibility, window: Array | int | None, scale: float
+) -> Float[Array, "B T K G H"]:
+    """Attention over the whole stream in reading order, so that tiles of keys lie wholly after those of queries.
+
+    Rows hold documents by length, and the padding of all of them goes last.
+    """
+    last = jnp.iinfo(tokens.positions.dtype).max
+    order = jnp.argsort(jnp.where(tokens.segment_ids == PAD, last, tokens.positions), axis=1)
+
+    def take(x: Array, order: Array) -> Array:
+        return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    q, k, v, tokens = jax.tree.map(lambda x: take(x, order), (q, k, v, tokens))
+    out, _ = _shared(q, tokens, Keys(k, v, tokens), visibility, window, scale)
+    return take(out, jnp.argsort(order, axis=1))
+
+
 def xla_partial(
     q: Float[Array, "B Q K G H"],
     k: Float[Array, "B S K H"],
@@ -93,13 +116,12 @@ def xla_partial(
 
 def _attend(
     q: Float[Array, "*b T K G H"],
-    tokens: Tokens,
-    keys: Keys,
-    visibility: Visibility,
-    window: Array | int | None,
+    k: Float[Array, "*b S K H"],
+    v: Float[Array, "*b S K H"],
+    mask: Bool[Array, "*b T S"],
     scale: float,
 ) -> tuple[Float[Array, "*b T K G H"], Float[Array, "*b T K G"]]:
-    """Every query against every key given, masked by the rules: outputs and log-sum-exps.
+    """Every query against every key given, where `mask`: float32 outputs and log-sum-exps.
 
     A kv head's query heads are laid beside its queries, so that each product is one large matrix per batch entry and
     head: XLA on CPU runs that three times faster than the einsum over separate axes, forward and backward. The softmax
@@ -108,26 +130,52 @@ def _attend(
     *batch, t, kv_heads, groups, head_dim = q.shape
     precision = matmul_precision(q.dtype)
     stacked = jnp.einsum("...tkgh->...kgth", q).reshape(*batch, kv_heads, groups * t, head_dim)
-    k, v = jnp.einsum("...skh->...ksh", keys.k), jnp.einsum("...skh->...ksh", keys.v)
+    k, v = jnp.einsum("...skh->...ksh", k), jnp.einsum("...skh->...ksh", v)
     logits = jnp.einsum("...th,...sh->...ts", stacked, k, precision=precision, preferred_element_type=jnp.float32)
-    mask = visibility.allowed(tokens, keys.tokens, window)[..., None, None, :, :]
     logits = scale * logits.reshape(*batch, kv_heads, groups, t, k.shape[-2])
-    weights, total, lse = masked_exponentials(logits, mask)
+    weights, total, lse = masked_exponentials(logits, mask[..., None, None, :, :])
     weights = weights.astype(q.dtype).reshape(*batch, kv_heads, groups * t, k.shape[-2])
     out = jnp.einsum("...ts,...sh->...th", weights, v, precision=precision, preferred_element_type=jnp.float32)
-    out = (out.reshape(*batch, kv_heads, groups, t, head_dim) / total).astype(q.dtype)
+    out = out.reshape(*batch, kv_heads, groups, t, head_dim) / total
     return jnp.einsum("...kgth->...tkgh", out), jnp.einsum("...kgt->...tkg", lse)
 
 
 def _shared(
     q: Float[Array, "B T K G H"], tokens: Tokens, keys: Keys, visibility: Visibility, window: Array | int | None, scale
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B T K G"]]:
-    """Queries that all see the same keys: outputs and log-sum-exps."""
+    """Queries that all choose among the same keys: outputs and log-sum-exps."""
 
     def attend(queries: tuple[Array, Tokens]) -> tuple[Array, Array]:
-        return _attend(queries[0], queries[1], keys, visibility, window, scale)
+        q, tokens = queries
+        if q.shape[1] == t:
+            out, lse = _attend(q, keys.k, keys.v, visibility.allowed(tokens, keys.tokens, window), scale)
+        else:
+            out, lse = _streamed(q, tokens, keys, visibility, window, scale)
+        return out.astype(q.dtype), lse
 
+    t = q.shape[1]
     return _tiled(attend, (q, tokens), keys.k.shape[1])
+
+
+def _streamed(
+    q: Float[Array, "B T K G H"], tokens: Tokens, keys: Keys, visibility: Visibility, window: Array | int | None, scale
+) -> tuple[Float[Array, "B T K G H"], Float[Array, "B T K G"]]:
+    """A tile of queries against the keys, `KEY_TILE` at a time; a tile that none of them sees is skipped."""
+
+    def step(state: tuple[Array, Array], tile: Keys) -> tuple[tuple[Array, Array], None]:
+        mask = visibility.allowed(tokens, tile.tokens, window)
+
+        def attend(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            out, lse = _attend(q, tile.k, tile.v, mask, scale)
+            lses = jnp.stack([state[1], lse], axis=-1)
+            shares, lse = masked_softmax_lse(lses, jnp.isfinite(lses))
+            return shares[..., :1] * state[0] + shares[..., 1:] * out, lse
+
+        return jax.lax.cond(mask.any(), attend, lambda state: state, state), None
+
+    blind = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
+    state, _ = jax.lax.scan(step, blind, jax.tree.map(lambda x: _split(x, KEY_TILE), keys))
+    return state
 
 
 def _rows(
@@ -165,8 +213,9 @@ def _rows(
         for start in range(0, row_length, tile):
             end = min(start + tile, row_length)
             queries, where = jax.tree.map(lambda x: x[:, :, start:end], (q, tokens))  # noqa: B023
-            out, _ = _attend(queries, where, keys.first(shared.k.shape[1] + end), visibility, window, scale)
-            outputs.append(out)
+            seen = keys.first(shared.k.shape[1] + end)
+            mask = visibility.allowed(where, seen.tokens, window)
+            outputs.append(_attend(queries, seen.k, seen.v, mask, scale)[0].astype(q.dtype))
         return jnp.concatenate(outputs, axis=2)
 
     logits_per_row = row_length * (shared.k.shape[1] + row_length)
@@ -176,22 +225,25 @@ def _rows(
 def _tiled(attend: Callable[[Any], Out], queries: Any, logits_each: int) -> Out:
     """`attend(queries)`, a tile of axis 1 at a time, recomputed in the backward pass, when the logits would be large.
 
-    `queries` is a tree of arrays [B, T, ...] whose entry along T costs `logits_each`; the result is one as well. The
-    last tile is filled up with padding tokens.
+    `queries` is a tree of arrays [B, T, ...] whose entry along T costs `logits_each`; the result is one as well.
     """
     t = jax.tree.leaves(queries)[0].shape[1]
     tile = max(1, MAX_TILE_LOGITS // max(logits_each, 1))
     if t <= tile:
         return attend(queries)
-    count = -(-t // tile)
-    tile = -(-t // count)
-
-    def tiles(x: Array) -> Array:
-        fill = PAD if jnp.issubdtype(x.dtype, jnp.integer) else 0
-        x = jnp.pad(x, ((0, 0), (0, count * tile - t), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-        return jnp.moveaxis(x.reshape(x.shape[0], count, tile, *x.shape[2:]), 1, 0)
+    tile = -(-t // -(-t // tile))
 
     def joined(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], count * tile, *x.shape[3:])[:, :t]
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :t]
 
-    return jax.tree.map(joined, jax.lax.map(jax.checkpoint(attend), jax.tree.map(tiles, queries)))
+    tiles = jax.tree.map(lambda x: _split(x, tile), queries)
+    return jax.tree.map(joined, jax.lax.map(jax.checkpoint(attend), tiles))
+
+
+def _split(x: Array, tile: int) -> Array:
+    """[B, T, ...] -> [tiles, B, tile, ...]; the last tile is filled up with padding tokens."""
+    count = -(-x.shape[1] // tile)
+    fill = PAD if jnp.issubdtype(x.dtype, jnp.integer) else 0
+    spare = (0, count * tile - x.shape[1])
+    x = jnp.pad(x, ((0, 0), spare, *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    return jnp.moveaxis(x.reshape(x.shape[0], count, tile, *x.shape[2:]), 1, 0)
