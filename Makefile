@@ -2,13 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+WORKERS ?= 2
 
 .PHONY: help quickstart test test-all check docs
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart  train and evaluate on real text, on a CPU"
-	@echo "make test        the tests; ARGS='tests/test_layout.py -x' is passed to pytest"
+	@echo "make test        the tests; ARGS='tests/test_layout.py -x' is passed to pytest, WORKERS=0 runs one process"
 	@echo "make test-all    the tests with the slow ones"
 	@echo "make check       format, lint, types"
 	@echo "make docs        API reference in build/docs"
@@ -18,10 +19,10 @@ quickstart: .venv/.installed-quickstart
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m blockrank.train +exp=quickstart $(ARGS)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: .venv/.installed-dev
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow or not slow" $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check .
