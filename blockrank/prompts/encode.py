@@ -13,7 +13,7 @@ import numpy as np
 from blockrank.errors import UserError
 from blockrank.prompts.chat import chat_frame
 from blockrank.prompts.fit import split, truncate
-from blockrank.prompts.template import Piece, PromptTemplate
+from blockrank.prompts.template import HASHED_NUMBERS, Piece, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer
 from blockrank.types import CandidateList, Document, has_text
 
@@ -169,12 +169,19 @@ class PromptEncoder:
             for index, bears in self._number(candidates.documents).items()
         }
 
+    def prefix(self, words: str) -> np.ndarray:
+        """The ids of the prefix, int32 [P], with `words` where the query stands (anywhere or nowhere)."""
+        return np.asarray(self._fill_query(self._prefix, words.strip())[0], np.int32)
+
     def numbers(self, candidates: CandidateList) -> dict[int, int]:
         """Candidate index -> the number its document bears, for the documents that are not empty."""
         return self._number(candidates.documents)
 
     def _number(self, documents: Sequence[Document]) -> dict[int, int]:
         present = [index for index, document in enumerate(documents) if any(_words(document))]
+        if self.template.numbering == "hash":
+            first = self.template.first_number
+            return {index: first + _content_number(documents[index]) for index in present}
         order = present
         if self.template.numbering == "content":
             order = sorted(present, key=lambda index: (_content_hash(documents[index]), documents[index].id))
@@ -348,6 +355,10 @@ def _words(document: Document) -> tuple[str, str]:
     """(title, text) without space around them, "" where nothing is visible."""
     title, text = (part.strip() if has_text(part) else "" for part in (document.title, document.text))
     return title, text
+
+
+def _content_number(document: Document) -> int:
+    return int.from_bytes(_content_hash(document)[:8], "big") % HASHED_NUMBERS
 
 
 def _content_hash(document: Document) -> bytes:

@@ -24,7 +24,7 @@ import yaml
 from blockrank.errors import UserError
 
 Section = Literal["prefix", "document", "suffix", "answer"]
-Numbering = Literal["content", "position"]
+Numbering = Literal["content", "position", "hash"]
 
 SECTIONS: tuple[Section, ...] = get_args(Section)
 SLOTS: dict[Section, tuple[str, ...]] = {
@@ -40,6 +40,8 @@ SPECIALS: dict[Section, tuple[str, ...]] = {
     "answer": ("<eos>",),
 }
 TEMPLATE_FILE = "prompt.yaml"
+HASHED_NUMBERS = 9000
+"""How many numbers `numbering: hash` has: with `first_number: 1000` all of them have four digits."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class PromptTemplate:
     """How a candidate list becomes text. See the module's docstring for the YAML.
 
     `numbering` says which document gets which number, from `first_number` on: `content` numbers in the order of content
-    hashes, so that scores do not depend on candidate order; `position` numbers in candidate order. `chat` wraps the
-    tokenizer's own chat template around the prompt.
+    hashes, so that scores do not depend on candidate order; `position` in candidate order; `hash` adds a hash of the
+    content below `HASHED_NUMBERS`, so that a document reads the same in every list (and two may share a number).
+    `chat` wraps the tokenizer's own chat template around the prompt.
     """
 
     name: str
@@ -144,11 +147,19 @@ class PromptTemplate:
         content = {key: value for key, value in asdict(self).items() if key != "name"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _check(self, source: str) -> None:
-        def slots(section: str) -> list[str]:
-            return [piece.text for piece in getattr(self, section) if piece.kind == "slot"]
+    @property
+    def query_in_prefix(self) -> bool:
+        """Whether documents are read with the query before them."""
+        return "query" in self._slots("prefix")
 
-        for section, slot in (("document", "text"), ("document", "number"), ("answer", "number")):
+    def _slots(self, section: Section) -> list[str]:
+        return [piece.text for piece in getattr(self, section) if piece.kind == "slot"]
+
+    def _check(self, source: str) -> None:
+        slots = self._slots
+        required: tuple[tuple[Section, str], ...]
+        required = ("document", "text"), ("document", "number"), ("answer", "number")
+        for section, slot in required:
             if slot not in slots(section):
                 raise UserError(f"{source}: {section} has no {{{slot}}}")
         if slots("answer").count("number") > 1:

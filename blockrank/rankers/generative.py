@@ -64,6 +64,11 @@ class GenerativeRanker:
         settings: GenerativeSettings | None = None,
         name: str = "generative",
     ) -> None:
+        if encoder.template.numbering == "hash":
+            raise UserError(
+                f"prompt {encoder.template.name!r}: with numbering=hash two documents may share a number, so decoding "
+                "one would name both: use numbering=content"
+            )
         self.name, self.encoder = name, encoder
         settings = settings or GenerativeSettings()
         reading = settings.reading or ReadingSettings()
