@@ -85,6 +85,20 @@ def attend(
     )(q, k, v, layout, None if sliding_window is None else jnp.asarray(sliding_window))
 
 
+def attend_to(
+    q: Float[Array, "B Q K G H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    queries: Tokens,
+    keys: Tokens,
+    visibility: Visibility,
+    backend: str = "auto",
+) -> Float[Array, "B Q K G H"]:
+    """Attention of some tokens to any others, whose keys may come from elsewhere; on one device."""
+    return _partial(q, k, v, queries, keys, visibility, resolve_backend(backend))[0]
+
+
 def _attend(
     q: Array,
     k: Array,

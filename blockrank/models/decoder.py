@@ -116,6 +116,23 @@ class Trunk(nnx.Module):
         state = self._embedded(layout)
         return scan_blocks(self.blocks, step, state, self._windows(visibility))[1]
 
+    def keys_values(
+        self, layout: TokenLayout, *, visibility: Visibility, backend: str = "auto"
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "L B T K H"], Float[Array, "L B T K H"]]]:
+        """States after the last block, and the keys (after RoPE) and values of every block's attention."""
+
+        def step(block: Block, state: Array, window: Any) -> tuple[Array, tuple[Array, Array]]:
+            kept: list[tuple[Array, Array]] = []
+
+            def keep(q: Array, k: Array, v: Array, *, sliding_window: Array | int | None) -> Array:
+                kept.append((k, v))
+                options = {"visibility": visibility, "backend": backend, "sliding_window": sliding_window}
+                return attend(q, k, v, layout=layout, **options)
+
+            return block(state, layout.positions, keep, window), kept[0]
+
+        return scan_blocks(self.blocks, step, self._embedded(layout), self._windows(visibility))
+
     def _embedded(self, layout: TokenLayout) -> Float[Array, "B T D"]:
         check_tokens(layout.tokens, self.config.vocab_size)
         return spread_batch(self.embed(layout.tokens, self.dtype))

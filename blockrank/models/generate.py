@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from blockrank.attention.dispatch import attend
 from blockrank.attention.reference import reference_attention
 from blockrank.attention.visibility import Tokens, Visibility
 from blockrank.layout import SUFFIX, TokenLayout
@@ -34,20 +33,7 @@ def prefill(
     model: Decoder, layout: TokenLayout, spare: int, *, visibility: Visibility, backend: str = "auto"
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Read the prompt: the state after its last token, and a cache with room for `spare` more tokens."""
-
-    def step(block: Block, state: Array, window: Array | None) -> tuple[Array, tuple[Array, Array]]:
-        kept: list[tuple[Array, Array]] = []
-
-        def keep(q: Array, k: Array, v: Array, *, sliding_window: Array | int | None) -> Array:
-            kept.append((k, v))
-            options = {"visibility": visibility, "backend": backend, "sliding_window": sliding_window}
-            return attend(q, k, v, layout=layout, **options)
-
-        return block(state, layout.positions, keep, window), kept[0]
-
-    states = model.embed(layout.tokens, model.dtype)
-    windows = layer_windows(model.config) if visibility.sequential else None
-    states, (k, v) = scan_blocks(model.blocks, step, states, windows)
+    states, (k, v) = model.keys_values(layout, visibility=visibility, backend=backend)
     last = jnp.sum(layout.segment_ids[:, layout.suffix] == SUFFIX, axis=1) - 1 + layout.suffix.start
     room = (0, 0), (0, 0), (0, spare), (0, 0), (0, 0)
     cache = Cache(jnp.pad(k, room), jnp.pad(v, room), Tokens.of(layout))

@@ -36,9 +36,12 @@ def check_length_normalization(exponent: float) -> None:
 
 def gather_suffix(values: Array, layout: TokenLayout, indices: Int[Array, "B S"]) -> Array:
     """`values` [B, T, ...] at suffix indices [B, S]; an absent index (-1) reads the first suffix token."""
-    suffix = values[:, layout.suffix]
-    picked = jnp.maximum(indices, 0).reshape(*indices.shape, *(1,) * (suffix.ndim - 2))
-    return jnp.take_along_axis(suffix, picked, axis=1)
+    return _picked(values[:, layout.suffix], indices)
+
+
+def _picked(suffix: Array, indices: Int[Array, "B S"]) -> Array:
+    places = jnp.maximum(indices, 0).reshape(*indices.shape, *(1,) * (suffix.ndim - 2))
+    return jnp.take_along_axis(suffix, places, axis=1)
 
 
 def document_mass(
@@ -128,6 +131,29 @@ def read_scores(
 ) -> Float[Array, "B N"]:
     """Document scores from the states that enter a layer: k of documents and q of signals, nothing else."""
     q, k = _queries_and_keys(probe, states, layout)
+    return _masses(q, k, layout, aggregation, length_normalization)
+
+
+def read_kept_scores(
+    probe: Probe | Block,
+    suffix: Float[Array, "B Q D"],
+    k: Float[Array, "B R K H"],
+    layout: TokenLayout,
+    aggregation: Aggregation,
+    length_normalization: float = 0.0,
+) -> Float[Array, "B N"]:
+    """`read_scores` from the suffix's states alone, where the documents' keys at that layer are known."""
+    q = _queries(probe, probe.attention_norm(suffix), layout)
+    return _masses(q, k, layout, aggregation, length_normalization)
+
+
+def _masses(
+    q: Float[Array, "B S K G H"],
+    k: Float[Array, "B R K H"],
+    layout: TokenLayout,
+    aggregation: Aggregation,
+    length_normalization: float,
+) -> Float[Array, "B N"]:
     sizes = layout.shape
     return document_mass(
         *(q, k, layout.segment_ids[:, layout.rows], layout.signals >= 0),
@@ -153,10 +179,14 @@ def _queries_and_keys(
 ) -> tuple[Float[Array, "B S K G H"], Float[Array, "B R K H"]]:
     """q of the signal tokens and k of the rows, from the states that enter a layer."""
     normed, rows = probe.attention_norm(states), layout.rows
-    q = probe.attention.queries(
-        gather_suffix(normed, layout, layout.signals), gather_suffix(layout.positions, layout, layout.signals)
-    )
+    q = _queries(probe, normed[:, layout.suffix], layout)
     return q, probe.attention.keys(normed[:, rows], layout.positions[:, rows])
+
+
+def _queries(probe: Probe | Block, normed: Float[Array, "B Q D"], layout: TokenLayout) -> Float[Array, "B S K G H"]:
+    """q of the signal tokens, from the suffix's normed states."""
+    positions = gather_suffix(layout.positions, layout, layout.signals)
+    return probe.attention.queries(_picked(normed, layout.signals), positions)
 
 
 def attention_scores(
