@@ -94,6 +94,7 @@ class Reranker:
         attention_backend: str | None = None,
         mesh: Mesh | MeshConfig | str | None = None,
         beams: int | None = 10,
+        document_store: str | Path | None = None,
     ) -> Reranker:
         """A re-ranker from a training run, a Hugging Face folder, a GGUF file, or the embedded model `smollm2`.
 
@@ -108,6 +109,8 @@ class Reranker:
         the axes of `blockrank.parallel`. Scores are the same.
         `ranker="generative"` decodes the documents' numbers with `beams` beams (None: all of them); scores are
         log-probabilities. It has no score layer and runs on one device.
+        `document_store`: a folder that `python -m blockrank.store` made with this model and prompt; documents that are
+        in it are not read again. Attention scores on one device only.
         Warns of weights that do not read plain English by their tokenizer, and of a training run that does not rank.
         Raises `UserError` for anything that does not exist or does not fit.
         """
@@ -115,6 +118,8 @@ class Reranker:
             raise UserError(f"ranker={ranker!r} is unknown: choose attention or generative")
         if ranker == "generative" and not (mesh is None and score_layer is None):
             raise UserError("ranker='generative' has no score_layer and takes no mesh: leave them out")
+        if ranker == "generative" and document_store is not None:
+            raise UserError("ranker='generative' reads documents itself: leave document_store out")
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype={dtype!r} is unknown: choose float32 or bfloat16")
         check_weights(weights)
@@ -139,7 +144,8 @@ class Reranker:
         }
         if ranker == "attention":
             settings = _given({"score_layer": score_layer, **reading})
-            loaded = make_ranker(source, settings=settings, mesh=open_mesh(mesh), **shared)
+            options = {"mesh": open_mesh(mesh), "document_store": document_store}
+            loaded = make_ranker(source, settings=settings, **options, **shared)
         else:
             loaded = make_generative_ranker(source, GenerativeSettings(beams), reading=_given(reading), **shared)
         if source.settings is None:

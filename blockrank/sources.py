@@ -23,6 +23,7 @@ from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSetti
 from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
 from blockrank.rankers.reading import ReadingSettings
 from blockrank.rankers.readout_file import FoundReadout
+from blockrank.rankers.stored_attention import StoredAttentionRanker
 from blockrank.training.export import RankingRecord
 from blockrank.training.initial import check_vocabulary, is_model_file, model_path
 from blockrank.training.saved_model import load_checkpoint_model
@@ -87,20 +88,26 @@ def make_ranker(
     name: str | None = None,
     weights: str | None = None,
     mesh: Mesh | None = None,
+    document_store: str | Path | None = None,
 ) -> AttentionRanker:
     """An attention ranker over a source, on the devices of `mesh` or on one.
 
     A readout setting comes from `settings`, else from `preset` if one is named, else from the source, else from the
     `paper` preset. A preset names no limits: these come from `limits`, else the source. The template is `template`,
     else the source's, else the preset's. The source's `readout` goes before all. `weights` of `int8` holds the kernels
-    in eight bits. Raises `UserError` for a tokenizer with ids the model does not embed, and for a prompt that is not
-    the readout's.
+    in eight bits. With a `document_store` (`blockrank.store`) documents are read from there. Raises `UserError` for a
+    tokenizer with ids the model does not embed, for a prompt that is not the readout's, and for a store made otherwise.
     """
     read = replace(_readout(source, preset), **(settings or {}))
     if source.readout is not None:
         read = replace(read, score_layer=source.readout.score_layer)
     encoder = _encoder(source, template, preset, limits)
-    return AttentionRanker(_model(source, weights), encoder, read, name or "attention", mesh)
+    model, name = _model(source, weights), name or "attention"
+    if document_store is None:
+        return AttentionRanker(model, encoder, read, name, mesh)
+    if mesh is not None:
+        raise UserError("document_store: ranking with a store runs on one device; leave mesh out (mesh=single)")
+    return StoredAttentionRanker(model, encoder, read, document_store, name)
 
 
 def make_generative_ranker(
