@@ -27,6 +27,7 @@ from blockrank.eval import EvalConfig
 from blockrank.models.config import DecoderConfig
 from blockrank.prepare import PrepareConfig
 from blockrank.prompts.template import PromptTemplate
+from blockrank.store import StoreConfig
 from blockrank.train import check_measures
 from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
@@ -37,6 +38,7 @@ SCHEMAS = {
     "bench": BenchConfig,
     "eval": EvalConfig,
     "prepare": PrepareConfig,
+    "store": StoreConfig,
     "train": TrainConfig,
 }
 NEEDED = {

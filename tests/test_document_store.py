@@ -156,9 +156,11 @@ def test_a_store_serves_any_layout(folder: Path, changes: dict) -> None:
     assert_same(stored(folder, plain(**changes)), plain(), LISTS[1:])
 
 
-@pytest.mark.parametrize(("score_layer", "aggregation"), [(0, "sum"), (1, "mean")])
-def test_every_score_layer(tmp_path: Path, score_layer: int, aggregation: str) -> None:
-    expected = plain(score_layer=score_layer, signal_aggregation=aggregation)
+@pytest.mark.parametrize(
+    "changes", [{"score_layer": 0}, {"signal_aggregation": "mean", "length_normalization": 0.5}], ids=str
+)
+def test_any_readout(tmp_path: Path, changes: dict) -> None:
+    expected = plain(**changes)
     store(tmp_path / "store", expected)
     assert_same(stored(tmp_path / "store", expected), expected, LISTS[1:])
 
