@@ -342,6 +342,53 @@ def test_wrong_limits_are_errors(limits: dict[str, object], message: str) -> Non
         PromptLimits(**limits)  # type: ignore[arg-type]
 
 
+def test_the_count_and_what_stands_with_a_title() -> None:
+    segments = encoder("rank_zephyr").encode(listed("Rome [3] > [1]", ("T", "Paris"), "", ("only", "")))
+    assert texts(segments) == ["[1] Rome [3] > [1]\n", "[2] Title: T Content: Paris\n", "[3] Title: only Content:\n"]
+    prefix = tokenizer("smollm2").decode(segments.prefix.tolist())
+    assert "I will provide you with 3 passages, each" in prefix
+    assert "search query: capital of France.\n\n" in prefix
+    assert prefix.startswith("<|im_start|>system\nYou are RankLLM, an")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_system_without_a_turn_of_its_own_begins_the_prompt(chat: bool) -> None:
+    refusing = MISTRAL_CHAT.replace(
+        "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{% for", 1
+    )
+    words = SentencePieceTokenizer(mistral_path().read_bytes(), TokenizerConfig(chat_template=refusing))
+    template = replace(PromptTemplate.from_yaml("rank_zephyr"), chat=chat)
+    prefix = words.decode(PromptEncoder(template, words).encode(listed("Rome")).prefix.tolist())
+    turn = "[INST] " if chat else " "
+    assert prefix.startswith(f"<s>{turn}You are RankLLM, an intelligent")
+    assert "to the query\n\nI will provide you with 1 passages" in prefix
+
+
+def test_cues_end_where_they_say() -> None:
+    coder = encoder("rank_zephyr")
+    ends = {cue: coder.encode(listed("Rome"), cue=cue).suffix.tolist() for cue in ("signals", "suffix", "number")}
+    assert ends["signals"] == ends["number"] == [*ends["suffix"], *tokenizer("smollm2").encode("[")]
+    paper = encoder()
+    before = tokenizer("smollm2").decode(paper.encode(listed("Rome"), cue="number").suffix.tolist())
+    assert before.endswith("Final Answer: ['")
+    assert tokenizer("smollm2").decode(paper.encode(listed("Rome"), cue="suffix").suffix.tolist()).endswith("Answer:")
+
+
+def test_a_limit_counts_the_count() -> None:
+    tokens = encoder("rank_zephyr", prefix_tokens=100).encode(listed(*["Rome"] * 12, query="river " * 200))
+    assert len(tokens.prefix) <= 100
+    assert tokens.query_truncated
+
+
+def test_an_answer_ends_with_eos_or_the_turn() -> None:
+    assert encoder("rank_zephyr").stops == {tokenizer("smollm2").eos_id}
+    assert encoder("rank_vicuna").stops == {tokenizer("smollm2").eos_id}
+    turns = MISTRAL_CHAT.replace("{{ eos_token }}", "\n[/INST]")
+    words = SentencePieceTokenizer(mistral_path().read_bytes(), TokenizerConfig(chat_template=turns))
+    stops = PromptEncoder(PromptTemplate.from_yaml("rank_zephyr"), words).stops
+    assert stops == {words.eos_id, words.special_id("[/INST]")}
+
+
 def test_fingerprint_follows_template_tokenizer_and_limits() -> None:
     prints = {
         encoder().fingerprint,

@@ -12,6 +12,7 @@ import yaml
 from blockrank.errors import UserError
 from blockrank.prompts.template import Piece, PromptTemplate, prompt_folder
 
+LISTWISE = ("rank_zephyr", "rank_vicuna", "first", "instruct")
 PACKAGED = sorted(path.stem for path in prompt_folder().glob("*.yaml"))
 
 
@@ -26,14 +27,14 @@ def small(**changes: Any) -> dict[str, Any]:
 
 
 def test_packaged_templates_are_the_named_ones() -> None:
-    assert {"paper", "paper_query_free", "release"} <= set(PACKAGED)
+    assert {"paper", "paper_query_free", "release", *LISTWISE} <= set(PACKAGED)
 
 
 @pytest.mark.parametrize("name", PACKAGED)
 def test_packaged_templates_are_read(name: str) -> None:
     template = PromptTemplate.from_yaml(name)
     assert template.name == name
-    assert sum(piece.signal for piece in template.suffix + template.answer) == 2
+    assert sum(piece.signal for piece in template.suffix + template.answer) == (1 if name in LISTWISE else 2)
 
 
 def test_presets_differ_as_documented() -> None:
@@ -87,11 +88,19 @@ def test_a_saved_template_comes_back_equal(name: str, tmp_path: Path) -> None:
     assert again.fingerprint == template.fingerprint
 
 
+def test_letters_run_out_after_z() -> None:
+    template = PromptTemplate.from_config(small(identifiers="letter", first_number=3))
+    assert [template.identifier(number) for number in (3, 4, 28)] == ["A", "B", "Z"]
+    with pytest.raises(UserError, match="letters A to Z, which are too few for 27"):
+        template.identifier(29)
+
+
 def test_fingerprint_follows_content_not_name_or_layout() -> None:
     template = PromptTemplate.from_config(small(), name="a")
     split = PromptTemplate.from_config(small(document=["\nID", ": {number}", " | {title}", " {text}"]), name="b")
     assert template.fingerprint == split.fingerprint
     changes: list[dict[str, Any]] = [{"first_number": 0}, {"numbering": "position"}]
+    changes += [{"identifiers": "letter"}, {"system": "Rank."}]
     for change in changes:
         assert replace(template, **change).fingerprint != template.fingerprint
     assert len(template.fingerprint) == 64
@@ -136,6 +145,11 @@ def test_fingerprint_follows_content_not_name_or_layout() -> None:
         ({"first_number": True}, "first_number=True"),
         ({"chat": 1}, "chat=1"),
         ({"chat": True}, "special: <turn>"),
+        ({"identifiers": "roman"}, "identifiers='roman' is not one of"),
+        ({"system": 3}, "system=3 is not a text"),
+        ({"document": [{"text": " T:", "with": "query"}, "{number} {text}"]}, r"document\[0\]: `with: title`"),
+        ({"document": [{"text": "{title}", "with": "title"}, "{number} {text}"]}, r"document\[0\]: `with: title`"),
+        ({"suffix": [{"text": "T", "with": "title"}, {"text": ":", "signal": True}]}, r"suffix\[0\]: `with: title`"),
     ],
 )
 def test_a_wrong_template_is_one_clear_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def prefill(
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Read the prompt: the state after its last token, and a cache with room for `spare` more tokens."""
     states, (k, v) = model.keys_values(layout, visibility=visibility, backend=backend)
-    last = jnp.sum(layout.segment_ids[:, layout.suffix] == SUFFIX, axis=1) - 1 + layout.suffix.start
+    last = last_places(layout)
     room = (0, 0), (0, 0), (0, spare), (0, 0), (0, 0)
     cache = Cache(jnp.pad(k, room), jnp.pad(v, room), Tokens.of(layout))
     return jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0], cache
@@ -93,6 +93,11 @@ def greedy(
 
     _, rest = jax.lax.scan(step, (first, cache), jnp.arange(count - 1))
     return jnp.concatenate([first[:, None], rest.T], axis=1)
+
+
+def last_places(layout: TokenLayout) -> Int[Array, " B"]:
+    """Where in its stream each prompt's last token lies; the prompt must end in a suffix."""
+    return jnp.sum(layout.segment_ids[:, layout.suffix] == SUFFIX, axis=1) - 1 + layout.suffix.start
 
 
 def next_positions(layout: TokenLayout) -> Int[Array, " B"]:

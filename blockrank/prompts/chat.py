@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +15,8 @@ from blockrank.errors import UserError
 from blockrank.prompts.tokenizer import Tokenizer
 
 _USER, _ASSISTANT = "BLOCKRANKUSERWORDS", "BLOCKRANKASSISTANTWORDS"
+SYSTEM_END = "\n\n"
+"""What separates a system's words from the user's where no turn of their own does."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,30 @@ class ChatFrame:
     tail: str
 
 
-def chat_frame(tokenizer: Tokenizer) -> ChatFrame:
+def chat_frame(tokenizer: Tokenizer, system: str = "") -> ChatFrame:
     """Render the chat template once around stand-in words; real words never pass through it.
 
+    `system`: the words of the system's turn, which begin the user's where the chat template knows no such turn.
     Raises UserError when the tokenizer has no chat template, or one that does not show both words once, in order.
     """
     if not tokenizer.chat_template:
         raise UserError("chat=true, but the tokenizer has no chat template; set chat=false")
+    if system:
+        try:
+            frame = _render(tokenizer, [{"role": "system", "content": system}])
+        except UserError:
+            frame = None
+        if frame is not None and system in frame.head:
+            return frame
+    frame = _render(tokenizer, [])
+    return replace(frame, head=frame.head + system + SYSTEM_END) if system else frame
+
+
+def _render(tokenizer: Tokenizer, before: list[dict[str, str]]) -> ChatFrame:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern))
-    messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ASSISTANT}]
+    messages = [*before, {"role": "user", "content": _USER}, {"role": "assistant", "content": _ASSISTANT}]
     names: dict[str, Any] = {
         "bos_token": tokenizer.token(tokenizer.bos_id) or "",
         "eos_token": tokenizer.token(tokenizer.eos_id) or "",

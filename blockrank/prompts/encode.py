@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -12,12 +12,15 @@ import numpy as np
 
 from blockrank.errors import UserError
 from blockrank.prompts.chat import chat_frame
+from blockrank.prompts.compiled import Compiled, Cue, Scaffold, compile_section, cues
 from blockrank.prompts.fit import split, truncate
-from blockrank.prompts.template import HASHED_NUMBERS, Piece, PromptTemplate
+from blockrank.prompts.template import HASHED_NUMBERS, SECTIONS, Piece, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer
 from blockrank.types import CandidateList, Document, has_text
 
 LongDocuments = Literal["truncate", "split"]
+_MOST_DOCUMENTS = 10**4 - 1
+"""What `{count}` is given room for where a limit shares its tokens with the query."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,6 @@ class PromptSegments:
         return len(self.prefix) + sum(map(len, self.documents)) + len(self.suffix)
 
 
-@dataclass(frozen=True)
-class _Scaffold:
-    """A literal or special piece with its ids; `signals` are indices into them."""
-
-    ids: tuple[int, ...]
-    signals: tuple[int, ...] = ()
-
-
-_Compiled = tuple["_Scaffold | Piece", ...]
-
-
 class PromptEncoder:
     """Encodes candidate lists by a template, a tokenizer and limits. Inputs are not changed."""
 
@@ -90,12 +82,11 @@ class PromptEncoder:
         self.template = template
         self.tokenizer = tokenizer
         self.limits = limits or PromptLimits()
-        self._frame = chat_frame(tokenizer) if template.chat else None
-        self._prefix = self._one_bos(self._compile(template.prefix))
-        self._document = self._compile(template.document)
-        self._suffix = self._compile(template.suffix)
-        self._answer = self._compile(template.answer)
-        self._cue = _up_to_last_signal(self._suffix + self._answer)
+        self._frame = chat_frame(tokenizer, template.system) if template.chat else None
+        parts = (compile_section(section, template, tokenizer, self._frame) for section in SECTIONS)
+        self._prefix, self._document, self._suffix, self._answer = parts
+        self._cues = cues(self._suffix, self._answer)
+        self._content = [p for p in self._document if isinstance(p, Piece) and p.text in ("title", "text")]
         self._numbers: dict[tuple[str, int], tuple[int, ...]] = {}
         self._query_budget()
         self._document_budget(template.first_number)
@@ -112,11 +103,14 @@ class PromptEncoder:
             parts.append(repr(self._frame))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def encode(self, candidates: CandidateList, answer: Sequence[int] | None = None) -> PromptSegments:
+    def encode(
+        self, candidates: CandidateList, answer: Sequence[int] | None = None, *, cue: Cue = "signals"
+    ) -> PromptSegments:
         """Ids of one list. `answer`: candidate indices of the relevant documents; their numbers are written ascending.
 
-        Documents without text and title get no segment and no number, and are left out of the answer; when no answer is
-        left, the segments are those of `answer=None`. Raises UserError for a query without text.
+        `cue`: where the suffix ends when there is no answer. Documents without text and title get no segment and no
+        number, and are left out of the answer; when no answer is left, the segments are those of `answer=None`. Raises
+        UserError for a query without text, and for more documents than the template's letters can name.
         """
         words = candidates.query.text.strip()
         if not has_text(words):
@@ -130,9 +124,10 @@ class PromptEncoder:
             documents.extend(segments)
             document_index.extend([index] * len(segments))
 
-        prefix, prefix_cut, _ = self._fill_query(self._prefix, words)
+        count = len(numbers)
+        prefix, prefix_cut, _ = self._fill_query(self._prefix, words, count)
         answers = sorted({numbers[index] for index in answer or () if self._known(index, candidates) in numbers})
-        lead, suffix_cut, signals = self._fill_query(self._suffix if answers else self._cue, words)
+        lead, suffix_cut, signals = self._fill_query(self._suffix if answers else self._cues[cue], words, count)
         suffix, answer_start = lead, len(lead)
         if answers:
             for piece in self._answer:
@@ -158,20 +153,45 @@ class PromptEncoder:
         From what follows the last signal up to the first token after the number, so that no path is the beginning of
         another. Documents without text have none.
         """
-        rest = (self._suffix + self._answer)[len(self._cue) :]
+        rest = (self._suffix + self._answer)[len(self._cues["signals"]) :]
         at = next(i for i, piece in enumerate(rest) if isinstance(piece, Piece))
         number = rest[at]
         assert isinstance(number, Piece)
-        before = [token for piece in rest[:at] if isinstance(piece, _Scaffold) for token in piece.ids]
-        after = [token for piece in rest[at + 1 :] if isinstance(piece, _Scaffold) for token in piece.ids][:1]
+        before = [token for piece in rest[:at] if isinstance(piece, Scaffold) for token in piece.ids]
+        after = [token for piece in rest[at + 1 :] if isinstance(piece, Scaffold) for token in piece.ids][:1]
         return {
             index: (*before, *self._answer_numbers(number, [bears]), *after)
             for index, bears in self._number(candidates.documents).items()
         }
 
     def prefix(self, words: str) -> np.ndarray:
-        """The ids of the prefix, int32 [P], with `words` where the query stands (anywhere or nowhere)."""
-        return np.asarray(self._fill_query(self._prefix, words.strip())[0], np.int32)
+        """The ids of the prefix, int32 [P], with `words` where the query stands (anywhere or nowhere).
+
+        Raises UserError for a template whose prefix counts the documents: it has no prefix without a list.
+        """
+        if any(isinstance(piece, Piece) and piece.text == "count" for piece in self._prefix):
+            raise UserError(f"template {self.template.name!r} has {{count}} in its prefix, which depends on the list")
+        return np.asarray(self._fill_query(self._prefix, words.strip(), 0)[0], np.int32)
+
+    def permutation(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of an answer after the suffix that gives all these numbers in this order."""
+        ids: list[int] = []
+        for piece in self._answer:
+            ids.extend(self._answer_numbers(piece, numbers) if isinstance(piece, Piece) else piece.ids)
+        return tuple(ids)
+
+    def answer_number(self, number: int) -> tuple[int, ...]:
+        """The tokens of a number that comes first in an answer."""
+        piece = next(piece for piece in self._answer if isinstance(piece, Piece))
+        return tuple(self._answer_numbers(piece, [number]))
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """The tokens that end an answer: the tokenizer's eos, and the one that ends the assistant's turn."""
+        tail = "" if self._frame is None else self._frame.tail
+        plain = self.tokenizer.encode(tail)
+        special = [token for token in self.tokenizer.encode_scaffold(tail) if token not in plain][:1]
+        return frozenset(special if self.tokenizer.eos_id is None else [self.tokenizer.eos_id, *special])
 
     def numbers(self, candidates: CandidateList) -> dict[int, int]:
         """Candidate index -> the number its document bears, for the documents that are not empty."""
@@ -197,12 +217,12 @@ class PromptEncoder:
     def _encode_document(self, document: Document, number: int) -> tuple[list[np.ndarray], bool]:
         title, text = _words(document)
         content: dict[str, str] = {"title": title, "text": text}
-        slots = [piece for piece in self._document if isinstance(piece, Piece) and piece.text in content]
+        slots = self._content
         runs = {
             index: self.tokenizer.encode(piece.lead + content[piece.text]) if content[piece.text] else []
             for index, piece in enumerate(slots)
         }
-        budget = self._document_budget(number)
+        budget = self._document_budget(number, self._present(runs))
         if budget is None or sum(map(len, runs.values())) <= budget:
             return [self._fill_document(number, runs)], False
         if self.limits.long_documents == "split":
@@ -211,23 +231,28 @@ class PromptEncoder:
 
     def _fill_document(self, number: int, runs: dict[int, list[int]]) -> np.ndarray:
         ids: list[int] = []
-        content = iter(runs.values())
+        content, present = iter(runs.values()), self._present(runs)
         for piece in self._document:
-            if isinstance(piece, _Scaffold):
-                ids.extend(piece.ids)
+            if isinstance(piece, Scaffold):
+                ids.extend(piece.ids if piece.slot_with in ("", *present) else ())
             elif piece.text == "number":
                 ids.extend(self._number_ids(piece.lead, number))
             else:
                 ids.extend(next(content))
         return np.asarray(ids, np.int32)
 
-    def _document_budget(self, number: int) -> int | None:
-        """Tokens left for title and text beside the scaffold."""
-        scaffold = sum(
-            len(piece.ids) if isinstance(piece, _Scaffold) else len(self._number_ids(piece.lead, number))
-            for piece in self._document
-            if isinstance(piece, _Scaffold) or piece.text == "number"
-        )
+    def _present(self, runs: dict[int, list[int]]) -> set[str]:
+        """Which of title and text are not empty."""
+        return {self._content[index].text for index, run in runs.items() if run}
+
+    def _document_budget(self, number: int, present: Collection[str] = ("title", "text")) -> int | None:
+        """Tokens left for title and text beside the scaffold, where `present` are not empty."""
+        scaffold = 0
+        for piece in self._document:
+            if isinstance(piece, Scaffold):
+                scaffold += len(piece.ids) if piece.slot_with in ("", *present) else 0
+            elif piece.text == "number":
+                scaffold += len(self._number_ids(piece.lead, number))
         return self._room("document_tokens", scaffold, 1)
 
     @cached_property
@@ -237,9 +262,11 @@ class PromptEncoder:
     def _query_budget(self) -> int | None:
         """Tokens the query may have, so that prefix and suffix both keep their limits with the same query."""
         budgets = [self.limits.query_tokens]
-        for key, segment in (("prefix_tokens", self._prefix), ("suffix_tokens", self._cue)):
-            scaffold = sum(len(piece.ids) for piece in segment if isinstance(piece, _Scaffold))
-            budgets.append(self._room(key, scaffold, sum(isinstance(piece, Piece) for piece in segment)))
+        for key, segment in (("prefix_tokens", self._prefix), ("suffix_tokens", self._cues["signals"])):
+            scaffold = sum(len(piece.ids) for piece in segment if isinstance(piece, Scaffold))
+            slots = [piece for piece in segment if isinstance(piece, Piece)]
+            scaffold += sum(len(self._count_ids(piece, _MOST_DOCUMENTS)) for piece in slots if piece.text == "count")
+            budgets.append(self._room(key, scaffold, sum(piece.text == "query" for piece in slots)))
         return min((budget for budget in budgets if budget is not None), default=None)
 
     def _room(self, key: str, scaffold: int, slots: int) -> int | None:
@@ -253,20 +280,20 @@ class PromptEncoder:
             )
         return (limit - scaffold) // slots
 
-    def _fill_query(self, segment: _Compiled, words: str) -> tuple[list[int], bool, list[int]]:
+    def _fill_query(self, segment: Compiled, words: str, count: int) -> tuple[list[int], bool, list[int]]:
         ids: list[int] = []
         signals: list[int] = []
         cut = False
         budget = self._query_tokens
         for piece in segment:
-            if isinstance(piece, _Scaffold):
+            if isinstance(piece, Scaffold):
                 signals += [len(ids) + token for token in piece.signals]
                 ids.extend(piece.ids)
                 continue
-            query = self.tokenizer.encode(piece.lead + words)
-            if budget is not None and len(query) > budget:
-                query, cut = query[: budget - budget // 2] + query[len(query) - budget // 2 :], True
-            ids.extend(query)
+            run = self._count_ids(piece, count) if piece.text == "count" else self.tokenizer.encode(piece.lead + words)
+            if piece.text == "query" and budget is not None and len(run) > budget:
+                run, cut = run[: budget - budget // 2] + run[len(run) - budget // 2 :], True
+            ids.extend(run)
             signals += [len(ids) - 1] if piece.signal else []
         return ids, cut, signals
 
@@ -280,75 +307,11 @@ class PromptEncoder:
     def _number_ids(self, lead: str, number: int) -> tuple[int, ...]:
         key = (lead, number)
         if key not in self._numbers:
-            self._numbers[key] = tuple(self.tokenizer.encode(f"{lead}{number}"))
+            self._numbers[key] = tuple(self.tokenizer.encode(lead + self.template.identifier(number)))
         return self._numbers[key]
 
-    def _compile(self, pieces: Sequence[Piece]) -> _Compiled:
-        """Scaffold pieces to ids. Chat text joins the literal beside it, as it would in one string."""
-        compiled: list[_Scaffold | Piece] = []
-        text = ""
-        first = self._frame is None and self.tokenizer.prefix_space and pieces is self.template.prefix
-
-        def flush() -> None:
-            nonlocal text
-            if text:
-                compiled.append(_Scaffold(tuple(self.tokenizer.encode_scaffold(text))))
-            text = ""
-
-        for piece in pieces:
-            if piece.kind == "special" and self._frame is not None:
-                text += {"<bos>": self._frame.head, "<turn>": self._frame.turn, "<eos>": self._frame.tail}[piece.text]
-            elif piece.text == "<turn>" and piece.kind == "special":
-                text += "\n"
-            elif piece.kind == "special":
-                flush()
-                compiled.append(_Scaffold(self._special_ids(piece.text)))
-            elif piece.kind == "literal" and piece.signal is False:
-                text += f" {piece.text}" if first and not piece.text.startswith(" ") else piece.text
-                first = False
-            else:
-                flush()
-                compiled.append(piece if piece.kind == "slot" else self._apart(piece))
-        flush()
-        return tuple(compiled)
-
-    def _apart(self, piece: Piece) -> _Scaffold:
-        """A literal piece that says which of its tokens are signals."""
-        ids = tuple(self.tokenizer.encode_scaffold(piece.text))
-        wanted = (-1,) if piece.signal is True else piece.signal or ()
-        signals = sorted({token % len(ids) for token in wanted if -len(ids) <= token < len(ids)})
-        if len(signals) < len(wanted):
-            raise UserError(
-                f"template {self.template.name!r}: {piece.text!r} has {len(ids)} tokens, and signal={list(wanted)} "
-                "names one that is not there, or one twice"
-            )
-        return _Scaffold(ids, tuple(signals))
-
-    def _special_ids(self, name: str) -> tuple[int, ...]:
-        if name == "<eos>":
-            if self.tokenizer.eos_id is None:
-                raise UserError(f"template {self.template.name!r} ends answers with <eos>, but the tokenizer has none")
-            return (self.tokenizer.eos_id,)
-        return () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
-
-    def _one_bos(self, prefix: _Compiled) -> _Compiled:
-        """The prefix with exactly one leading bos, when the tokenizer has one, whoever wrote it."""
-        bos = self.tokenizer.bos_id
-        if bos is None:
-            return prefix
-        scaffolds = [piece for piece in prefix if isinstance(piece, _Scaffold) and piece.ids]
-        lead = [token for piece in scaffolds[:2] for token in piece.ids][:2]
-        if lead[:1] != [bos]:
-            return (_Scaffold((bos,)), *prefix)
-        if lead == [bos, bos]:
-            raise UserError(f"template {self.template.name!r} writes the bos token twice; leave it to `special: <bos>`")
-        return prefix
-
-
-def _up_to_last_signal(pieces: _Compiled) -> _Compiled:
-    """What a prompt without an answer needs; the last piece is whole, whichever of its tokens is the signal."""
-    signals = [piece.signals if isinstance(piece, _Scaffold) else piece.signal for piece in pieces]
-    return pieces[: max(index for index, signal in enumerate(signals) if signal) + 1]
+    def _count_ids(self, piece: Piece, count: int) -> list[int]:
+        return self.tokenizer.encode(f"{piece.lead}{count}")
 
 
 def _words(document: Document) -> tuple[str, str]:

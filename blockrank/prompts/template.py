@@ -1,10 +1,11 @@
 """Prompt templates: YAML files of literal pieces and slots, never one string that is cut up again.
 
 A template has four lists of pieces: `prefix`, `document`, `suffix` and `answer`. A piece is a string in which
-`{query}`, `{title}`, `{text}` or `{number}` stand for content (write `{{` for a brace), or a mapping: `text` with
-`signal: true` (its last token is a signal position) or `signal: [-3, -1]` (these tokens are, counted as Python's lists
-are; `[]` keeps a piece apart that has none), `text: "{number}"` with a `separator` (for several answers), or `special:
-<bos>`, `<turn>` or `<eos>`. `{query}` alone may be a signal by its last token.
+`{query}`, `{count}` (how many documents have text), `{title}`, `{text}` or `{number}` (a document's number, or letter)
+stand for content (write `{{` for a brace), or a mapping: `text` with `signal: true` (its last token is a signal
+position) or `signal: [-3, -1]` (these tokens are, counted as Python's lists are; `[]` keeps a piece apart that has
+none), `text: "{number}"` with a `separator` (for several answers), a document's literal `text` that stands only `with:
+title` (or text), or `special: <bos>`, `<turn>` or `<eos>`. `{query}` alone may be a signal by its last token.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from blockrank.errors import UserError
 
 Section = Literal["prefix", "document", "suffix", "answer"]
 Numbering = Literal["content", "position", "hash"]
+Identifiers = Literal["number", "letter"]
 
 SECTIONS: tuple[Section, ...] = get_args(Section)
 SLOTS: dict[Section, tuple[str, ...]] = {
-    "prefix": ("query",),
+    "prefix": ("query", "count"),
     "document": ("title", "text", "number"),
-    "suffix": ("query",),
+    "suffix": ("query", "count"),
     "answer": ("number",),
 }
 SPECIALS: dict[Section, tuple[str, ...]] = {
@@ -49,9 +51,10 @@ class Piece:
     """A run of the prompt that is tokenised apart from its neighbours.
 
     `literal`: `text` as it stands. `slot`: `text` names the content, `lead` is white space tokenised together with it
-    (and left out when the content is empty); `separator` stands between several numbers. `special`: `<bos>`, `<turn>`
-    (the user's turn ends and the assistant's begins; a line break without a chat template) or `<eos>` (the end of the
-    answer). `signal`: whether the last token is a signal, or which tokens are.
+    (and left out when the content is empty); `separator` stands between several numbers. `slot_with`: the slot without
+    whose content a literal is left out. `special`: `<bos>`, `<turn>` (the user's turn ends and the assistant's begins;
+    a line break without a chat template) or `<eos>` (the end of the answer). `signal`: whether the last token is a
+    signal, or which tokens are.
     """
 
     kind: Literal["literal", "slot", "special"]
@@ -59,6 +62,12 @@ class Piece:
     lead: str = ""
     signal: bool | tuple[int, ...] = False
     separator: str = ""
+    slot_with: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is literal text that may join the literal text beside it."""
+        return self.kind == "literal" and self.signal is False and not self.slot_with
 
     def to_config(self) -> Any:
         if self.kind == "special":
@@ -68,6 +77,8 @@ class Piece:
             text = self.text.replace("{", "{{").replace("}", "}}")
         if self.signal is not False:
             return {"text": text, "signal": True if self.signal is True else list(self.signal)}
+        if self.slot_with:
+            return {"text": text, "with": self.slot_with}
         return {"text": text, "separator": self.separator} if self.separator else text
 
 
@@ -78,7 +89,8 @@ class PromptTemplate:
     `numbering` says which document gets which number, from `first_number` on: `content` numbers in the order of content
     hashes, so that scores do not depend on candidate order; `position` in candidate order; `hash` adds a hash of the
     content below `HASHED_NUMBERS`, so that a document reads the same in every list (and two may share a number).
-    `chat` wraps the tokenizer's own chat template around the prompt.
+    `identifiers`: numbers are written as such, or as the letters A to Z. `chat` wraps the tokenizer's own chat template
+    around the prompt. `system`: the words of the system's turn; a prompt without one begins with them.
     """
 
     name: str
@@ -89,6 +101,8 @@ class PromptTemplate:
     numbering: Numbering = "content"
     first_number: int = 1
     chat: bool = False
+    identifiers: Identifiers = "number"
+    system: str = ""
 
     @classmethod
     def from_yaml(cls, name_or_path: str | Path) -> PromptTemplate:
@@ -114,7 +128,7 @@ class PromptTemplate:
         """Check a mapping as YAML gives it. Raises UserError that names `source` and the key."""
         if not isinstance(values, Mapping):
             raise UserError(f"{source}: a template is a mapping with the keys {list(SECTIONS)}")
-        known = {*SECTIONS, "name", "numbering", "first_number", "chat"}
+        known = {*SECTIONS, "name", "numbering", "first_number", "chat", "identifiers", "system"}
         if unknown := sorted(set(map(str, values)) - known):
             raise UserError(f"{source}: unknown key {unknown[0]!r}; a template has {sorted(known)}")
         sections = {section: _pieces(values.get(section), section, source) for section in SECTIONS}
@@ -123,6 +137,8 @@ class PromptTemplate:
             numbering=_choice(values, "numbering", get_args(Numbering), source),
             first_number=_typed(values, "first_number", int, 1, source),
             chat=_typed(values, "chat", bool, False, source),
+            identifiers=_choice(values, "identifiers", get_args(Identifiers), source),
+            system=_typed(values, "system", str, "", source),
             **sections,
         )
         template._check(source)
@@ -132,7 +148,19 @@ class PromptTemplate:
         """The mapping that `from_config` reads back into an equal template."""
         pieces = {section: [piece.to_config() for piece in getattr(self, section)] for section in SECTIONS}
         settings = {"numbering": self.numbering, "first_number": self.first_number, "chat": self.chat}
-        return {"name": self.name, **settings, **pieces}
+        return {"name": self.name, **settings, **self._special(), **pieces}
+
+    def identifier(self, number: int) -> str:
+        """How a document's number is written. Raises UserError for a number beyond the letters."""
+        if self.identifiers == "number":
+            return str(number)
+        place = number - self.first_number
+        if place >= len(string.ascii_uppercase):
+            raise UserError(
+                f"template {self.name!r} names documents by the letters A to Z, which are too few for {place + 1}: "
+                "set identifiers: number, or rank fewer at once"
+            )
+        return string.ascii_uppercase[place]
 
     def save(self, folder: str | Path) -> Path:
         """Write `prompt.yaml` into a checkpoint folder; `from_yaml` of that file gives this template back."""
@@ -144,8 +172,17 @@ class PromptTemplate:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of everything but the name."""
-        content = {key: value for key, value in asdict(self).items() if key != "name"}
+        content = {key: value for key, value in asdict(self).items() if key not in ("name", "identifiers", "system")}
+        content |= self._special()
+        for piece in chain.from_iterable(content[section] for section in SECTIONS):
+            if not piece["slot_with"]:
+                del piece["slot_with"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def _special(self) -> dict[str, str]:
+        """The settings few templates have, where they are not the default."""
+        given = {"identifiers": self.identifiers, "system": self.system}
+        return {key: value for key, value in given.items() if value not in ("number", "")}
 
     @property
     def query_in_prefix(self) -> bool:
@@ -198,7 +235,8 @@ def _choice(values: Mapping[str, Any], key: str, choices: Sequence[str], source:
 def _typed(values: Mapping[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
     value = values.get(key, default)
     if type(value) is not kind or (kind is int and value < 0):
-        raise UserError(f"{source}: {key}={value!r} is not a {'number from 0 on' if kind is int else 'true or false'}")
+        wanted = {int: "a number from 0 on", bool: "true or false", str: "a text"}[kind]
+        raise UserError(f"{source}: {key}={value!r} is not {wanted}")
     return value
 
 
@@ -208,8 +246,7 @@ def _pieces(values: Any, section: Section, source: str) -> tuple[Piece, ...]:
     merged: list[Piece] = []
     nested = [_piece(value, section, f"{source}: {section}[{index}]") for index, value in enumerate(values)]
     for piece in chain.from_iterable(nested):
-        plain = piece.kind == "literal" and piece.signal is False
-        if plain and merged and merged[-1].kind == "literal" and merged[-1].signal is False:
+        if piece.plain and merged and merged[-1].plain:
             merged[-1] = Piece("literal", merged[-1].text + piece.text)
         else:
             merged.append(piece)
@@ -221,8 +258,8 @@ def _piece(value: Any, section: Section, where: str) -> list[Piece]:
         value = {"text": value}
     if not isinstance(value, Mapping) or not (("text" in value) ^ ("special" in value)):
         raise UserError(f"{where}: a piece is a string or a mapping with `text` or `special`")
-    if unknown := sorted(set(map(str, value)) - {"text", "special", "signal", "separator"}):
-        raise UserError(f"{where}: unknown key {unknown[0]!r}; a piece has text, signal, separator or special")
+    if unknown := sorted(set(map(str, value)) - {"text", "special", "signal", "separator", "with"}):
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; a piece has text, signal, separator, with or special")
     if "special" in value:
         if value["special"] not in SPECIALS[section] or len(value) > 1:
             raise UserError(f"{where}: special {value['special']!r} cannot stand in {section}")
@@ -238,8 +275,11 @@ def _piece(value: Any, section: Section, where: str) -> list[Piece]:
     separator = value.get("separator", "")
     if "separator" in value and (not isinstance(separator, str) or section != "answer" or pieces[0].kind != "slot"):
         raise UserError(f'{where}: separator is a string beside `text: "{{number}}"` in answer')
-    if signal is not False:
-        return [replace(pieces[0], signal=signal)]
+    slot_with = value.get("with", "")
+    if "with" in value and (slot_with not in ("title", "text") or section != "document" or pieces[0].kind != "literal"):
+        raise UserError(f"{where}: `with: title` or `with: text` stands beside literal text of document")
+    if signal is not False or slot_with:
+        return [replace(pieces[0], signal=signal, slot_with=slot_with)]
     if separator:
         return [Piece("slot", pieces[0].text, pieces[0].lead, separator=separator), *pieces[1:]]
     return pieces
