@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from blockrank.config import to_plain
 from blockrank.errors import UserError
 from blockrank.evaluation.ranking import check_scores, rerank_order
 from blockrank.models.quantize import check_weights
@@ -21,7 +22,7 @@ from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.generative import GenerativeSettings
 from blockrank.rankers.probe import check_language, check_ranking
-from blockrank.sources import make_generative_ranker, make_ranker, open_source
+from blockrank.sources import RANKERS, RankerSettings, build_ranker, make_ranker, open_source
 from blockrank.types import CandidateList, Document, ListScores, Query, Ranker, has_text
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Reranker:
     def from_pretrained(
         cls,
         path_or_name: str | Path,
-        ranker: Literal["attention", "generative"] = "attention",
+        ranker: Literal["attention", "generative", "listwise"] | RankerSettings = "attention",
         *,
         prompt: str | Path | None = None,
         preset: str | None = None,
@@ -107,19 +108,21 @@ class Reranker:
         `readout`: a `readout.yaml` of `blockrank.analyze`, the score layer and signal tokens found best for the model.
         `mesh` spreads the work over several devices: a name in `configs/mesh` (`doc8`), axis sizes, or a JAX mesh with
         the axes of `blockrank.parallel`. Scores are the same.
-        `ranker="generative"` decodes the documents' numbers with `beams` beams (None: all of them); scores are
-        log-probabilities. It has no score layer and runs on one device.
+        `ranker`: a kind, or the settings of one. `"generative"` decodes the documents' numbers with `beams` beams
+        (None: all of them); scores are log-probabilities. `"listwise"` puts windows of documents in order, by its own
+        prompt unless `prompt` is given; a score is minus the rank. Both have no score layer and run on one device.
         `document_store`: a folder that `python -m blockrank.store` made with this model and prompt; documents that are
         in it are not read again. Attention scores on one device only.
         Warns of weights that do not read plain English by their tokenizer, and of a training run that does not rank.
         Raises `UserError` for anything that does not exist or does not fit.
         """
-        if ranker not in ("attention", "generative"):
-            raise UserError(f"ranker={ranker!r} is unknown: choose attention or generative")
-        if ranker == "generative" and not (mesh is None and score_layer is None):
-            raise UserError("ranker='generative' has no score_layer and takes no mesh: leave them out")
-        if ranker == "generative" and document_store is not None:
-            raise UserError("ranker='generative' reads documents itself: leave document_store out")
+        kind = getattr(ranker, "kind", ranker)
+        if kind not in RANKERS:
+            raise UserError(f"ranker={ranker!r} is unknown: choose one of {', '.join(RANKERS)}")
+        if kind != "attention" and not (mesh is None and score_layer is None):
+            raise UserError(f"ranker={kind!r} has no score_layer and takes no mesh: leave them out")
+        if kind != "attention" and document_store is not None:
+            raise UserError(f"ranker={kind!r} reads documents itself: leave document_store out")
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype={dtype!r} is unknown: choose float32 or bfloat16")
         check_weights(weights)
@@ -142,12 +145,15 @@ class Reranker:
             "limits": _given(limits),
             "weights": weights,
         }
-        if ranker == "attention":
-            settings = _given({"score_layer": score_layer, **reading})
+        if kind == "attention":
+            own = {} if isinstance(ranker, str) else to_plain(ranker)
+            settings = {**own, **_given({"score_layer": score_layer, **reading})}
             options = {"mesh": open_mesh(mesh), "document_store": document_store}
             loaded = make_ranker(source, settings=settings, **options, **shared)
         else:
-            loaded = make_generative_ranker(source, GenerativeSettings(beams), reading=_given(reading), **shared)
+            asked = GenerativeSettings(beams) if ranker == "generative" else ranker
+            chosen = RANKERS[asked]() if isinstance(asked, str) else asked
+            loaded = build_ranker(source, chosen, reading=_given(reading), **shared)
         if source.settings is None:
             check_language(source.model, source.tokenizer)
         else:

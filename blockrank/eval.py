@@ -30,10 +30,8 @@ from blockrank.models.quantize import Weights
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
-from blockrank.rankers.attention import AttentionRanker, AttentionSettings
-from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
 from blockrank.rankers.probe import check_ranking
-from blockrank.sources import Source, make_generative_ranker, make_ranker, open_source
+from blockrank.sources import ModelRanker, RankerSettings, Source, build_ranker, open_source
 from blockrank.training.initial import ModelConfig
 from blockrank.training.recipe import HeldOutConfig
 
@@ -74,7 +72,7 @@ class EvalConfig(TrainingSections):
     weights: Weights | None
     preset: str | None
     prompt: dict[str, Any] | None = None
-    ranker: AttentionSettings | GenerativeSettings | None = None
+    ranker: RankerSettings | None = None
     limits: PromptLimits | None
     readout: Path | None
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -147,7 +145,7 @@ def evaluate_ranker(config: EvalConfig, console: Console) -> HeldOut:
     return held_out
 
 
-def _ranker(config: EvalConfig) -> AttentionRanker | GenerativeRanker:
+def _ranker(config: EvalConfig) -> ModelRanker:
     if config.checkpoint is not None:
         source = open_source(config.checkpoint, dtype=jnp.dtype(config.dtype), base=config.base)
     else:
@@ -155,21 +153,16 @@ def _ranker(config: EvalConfig) -> AttentionRanker | GenerativeRanker:
         source = Source(config.model.load(config.seed), config.model.load_tokenizer())
     if config.readout is not None:
         source = source.with_readout(config.readout)
-    mesh = open_mesh(config.mesh)
-    shared: dict[str, Any] = {
-        "template": None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),
-        "preset": config.preset,
-        "limits": None if config.limits is None else to_plain(config.limits),
-        "name": config.name,
-        "weights": config.weights,
-    }
-    if isinstance(config.ranker, GenerativeSettings):
-        if mesh is not None:
-            raise UserError(f"mesh {config.mesh}: ranker=generative runs on one device; set mesh=single")
-        ranker = make_generative_ranker(source, config.ranker, **shared)
-    else:
-        settings = None if config.ranker is None else to_plain(config.ranker)
-        ranker = make_ranker(source, settings=settings, mesh=mesh, **shared)
+    ranker = build_ranker(
+        source,
+        config.ranker,
+        template=None if config.prompt is None else PromptTemplate.from_config(config.prompt, "prompt"),
+        preset=config.preset,
+        limits=None if config.limits is None else to_plain(config.limits),
+        name=config.name,
+        weights=config.weights,
+        mesh=open_mesh(config.mesh),
+    )
     if source.settings is not None:
         check_ranking(ranker)
     return ranker

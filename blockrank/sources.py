@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from blockrank.config import to_plain
 from blockrank.errors import UserError
 from blockrank.models.decoder import Decoder, check_score_layer
 from blockrank.models.loading import load_decoder
@@ -21,6 +22,7 @@ from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
 from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
+from blockrank.rankers.listwise import ListwiseRanker, ListwiseSettings
 from blockrank.rankers.reading import ReadingSettings
 from blockrank.rankers.readout_file import FoundReadout
 from blockrank.rankers.stored_attention import StoredAttentionRanker
@@ -29,6 +31,18 @@ from blockrank.training.initial import check_vocabulary, is_model_file, model_pa
 from blockrank.training.saved_model import load_checkpoint_model
 
 log = logging.getLogger(__name__)
+
+RankerSettings: TypeAlias = AttentionSettings | GenerativeSettings | ListwiseSettings
+"""What a ranker over a model is made from; its `kind` says which ranker."""
+ModelRanker: TypeAlias = AttentionRanker | GenerativeRanker | ListwiseRanker
+RANKERS: dict[str, type[RankerSettings]] = {
+    "attention": AttentionSettings,
+    "generative": GenerativeSettings,
+    "listwise": ListwiseSettings,
+}
+"""The kinds of rankers, and the settings of each."""
+LISTWISE_PROMPTS = {"permutation": "rank_zephyr", "logits": "first"}
+"""The prompt template of each mode of the listwise ranker where none is named."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,25 @@ def _open_files(path: Path, dtype: jnp.dtype) -> Source:
     record = RankingRecord.read(path)
     settings, limits = (None, None) if record is None else (record.ranker, record.limits)
     return Source(model, load_tokenizer(path), template, settings, limits)
+
+
+def build_ranker(
+    source: Source, settings: RankerSettings | None = None, *, mesh: Mesh | None = None, **options: Any
+) -> ModelRanker:
+    """The ranker that `settings` asks for; None: an attention ranker as `make_ranker` makes it of the source alone.
+
+    `options`: `template`, `preset`, `limits`, `name` and `weights` of `make_ranker`; for other kinds also `reading`,
+    fields of their `ReadingSettings` that go before those in `settings`. Raises `UserError` for a mesh where the kind
+    runs on one device.
+    """
+    if isinstance(settings, AttentionSettings | None):
+        given = None if settings is None else to_plain(settings)
+        return make_ranker(source, settings=given, mesh=mesh, **options)
+    if mesh is not None:
+        raise UserError(
+            f"ranker={settings.kind} runs on one device and takes no mesh: set mesh=single, or leave it out"
+        )
+    return _BUILDERS[settings.kind](source, settings, **options)
 
 
 def make_ranker(
@@ -128,6 +161,43 @@ def make_generative_ranker(
     settings = replace(settings, reading=replace(read, **(reading or {})))
     encoder = _encoder(source, template, preset, limits)
     return GenerativeRanker(_model(source, weights), encoder, settings, name or "generative")
+
+
+def make_listwise_ranker(
+    source: Source,
+    settings: ListwiseSettings | None = None,
+    *,
+    reading: Mapping[str, Any] | None = None,
+    template: PromptTemplate | None = None,
+    preset: str | None = None,
+    limits: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    weights: str | None = None,
+) -> ListwiseRanker:
+    """A ranker that orders windows, over a source; the mapping `reading` goes before `settings.reading`.
+
+    The template is `template`, else the one in `LISTWISE_PROMPTS`, without a chat where the tokenizer has no chat
+    template: a training run's own template asks another question. Raises `UserError` for a preset, which names
+    settings of attention.
+    """
+    if preset is not None:
+        raise UserError(f"preset={preset!r} says how attention is read, and ranker=listwise reads none: leave it out")
+    settings = settings or ListwiseSettings()
+    settings = replace(settings, reading=replace(settings.reading, **(reading or {})))
+    if template is None:
+        template = PromptTemplate.from_yaml(LISTWISE_PROMPTS[settings.mode])
+        if not source.tokenizer.chat_template:
+            log.warning("the tokenizer has no chat template: the prompt %s is given without a chat", template.name)
+            template = replace(template, chat=False)
+    encoder = _encoder(source, template, None, limits)
+    return ListwiseRanker(_model(source, weights), encoder, settings, name or "listwise")
+
+
+_BUILDERS: dict[str, Callable[..., ModelRanker]] = {
+    "generative": make_generative_ranker,
+    "listwise": make_listwise_ranker,
+}
+"""What makes the rankers that run on one device of a source and their settings."""
 
 
 def _model(source: Source, weights: str | None) -> Decoder:

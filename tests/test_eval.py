@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from blockrank import eval as evaluation
 from blockrank.config import build, compose, to_plain
 from blockrank.data.collection import BeirConfig
 from blockrank.data.files import hash64
@@ -17,6 +16,7 @@ from blockrank.errors import UserError
 from blockrank.eval import EvalConfig, evaluate_ranker
 from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.held_out import HeldOut
+from blockrank.rankers.attention import AttentionRanker
 from blockrank.rankers.first_stage import FirstStageRanker
 from blockrank.retrieval.lists import open_lists, select_judged, select_queries
 from blockrank.training.recipe import HeldOutConfig
@@ -123,7 +123,7 @@ def test_no_measures_are_an_error_that_names_the_key(collection: Path, tmp_path:
 
 def test_a_killed_evaluation_continues(collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole, _ = evaluate(collection, tmp_path / "whole", "batch_size=1")
-    score, calls = evaluation.AttentionRanker.score, []
+    score, calls = AttentionRanker.score, []
 
     def killed(self, lists):
         if calls:
@@ -131,11 +131,11 @@ def test_a_killed_evaluation_continues(collection: Path, tmp_path: Path, monkeyp
         calls.append(len(lists))
         return score(self, lists)
 
-    monkeypatch.setattr(evaluation.AttentionRanker, "score", killed)
+    monkeypatch.setattr(AttentionRanker, "score", killed)
     with pytest.raises(KeyboardInterrupt):
         evaluate(collection, tmp_path / "killed", "batch_size=1")
     seen = []
-    monkeypatch.setattr(evaluation.AttentionRanker, "score", lambda self, lists: seen.append(1) or score(self, lists))
+    monkeypatch.setattr(AttentionRanker, "score", lambda self, lists: seen.append(1) or score(self, lists))
     resumed, _ = evaluate(collection, tmp_path / "killed", "batch_size=1")
     assert len(seen) == 1
     assert resumed.runs["attention"].read_text() == whole.runs["attention"].read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockrank.evaluation.files import EvaluationFiles
@@ -65,6 +66,15 @@ class ScoredLists:
             counts = self.counts()
             timing |= {f"{unit}_per_second": counts[unit] / seconds for unit in ("queries", "documents", "tokens")}
         return timing
+
+
+def extra_totals(records: Mapping[str, QueryRecord]) -> dict[str, dict[str, float]]:
+    """Each of the rankers' own values (`ListScores.extra`): its total, and its mean over the lists that have it."""
+    values: dict[str, list[float]] = {}
+    for record in records.values():
+        for name, value in record.extra.items():
+            values.setdefault(name, []).append(value)
+    return {name: {"total": sum(some), "mean": sum(some) / len(some)} for name, some in values.items()}
 
 
 @dataclass(frozen=True)

@@ -91,13 +91,19 @@ class ListReader:
     """Turns candidate lists into batches of few shapes, and hands them to a program one ahead of its results.
 
     `max_positions`: those the model was trained for. With a `mesh`, the rows of each list are spread over its axis
-    `doc`, lists over `data` and `fsdp`.
+    `doc`, lists over `data` and `fsdp`. `encode`: what makes a list's prompt, if not `encoder.encode`.
     """
 
     def __init__(
-        self, encoder: PromptEncoder, settings: ReadingSettings, max_positions: int, mesh: Mesh | None = None
+        self,
+        encoder: PromptEncoder,
+        settings: ReadingSettings,
+        max_positions: int,
+        mesh: Mesh | None = None,
+        encode: Callable[[CandidateList], PromptSegments] | None = None,
     ) -> None:
         self.encoder, self.settings, self.mesh = encoder, settings, mesh
+        self._encode = encode or encoder.encode
         self.shards = 1 if mesh is None else mesh.shape["doc"]
         self._list_groups = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in LISTS)
         self._max_positions = max_positions
@@ -157,7 +163,7 @@ class ListReader:
         batch: Batch = []
         shape: LayoutShape | None = None
         for i, candidates in enumerate(lists):
-            segments = self.encoder.encode(candidates) if candidates.documents else None
+            segments = self._encode(candidates) if candidates.documents else None
             if segments is None or not segments.documents:
                 continue
             self._check_rows(candidates, segments)
