@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -199,9 +200,9 @@ def test_the_host_prepares_a_batch_while_the_last_is_scored(monkeypatch: pytest.
     events = []
 
     class Encoder:
-        def encode(self, candidates: CandidateList) -> object:
+        def encode(self, candidates: CandidateList, **options: Any) -> object:
             events.append(f"encode {len(candidates)}")
-            return encoder().encode(candidates)
+            return encoder().encode(candidates, **options)
 
     lists = [listed(*passages(n, seed=n)) for n in (3, 4, 5)]
     expected = scored(ranker(replace(SETTINGS, batch_tokens=1)), *lists)

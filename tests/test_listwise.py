@@ -290,6 +290,15 @@ def test_batch_mates_do_not_matter() -> None:
             assert result.tokens == alone.tokens
 
 
+def test_weights_that_are_no_numbers_are_an_error() -> None:
+    for ranker in (random_ranker(), listwise(mode="logits", window=2, stride=1)):
+        good = ranker._state
+        ranker._state = jax.tree.map(lambda weights: weights * np.nan, good)
+        with pytest.raises(UserError, match="query 'q1': logits are not numbers"):
+            ranker.score([listed(*passages(2))])
+        ranker._state = good
+
+
 def test_identifiers_of_several_tokens_are_refused() -> None:
     message = (
         r"identifier '10' of template 'rank_zephyr' is several tokens in this model's tokenizer \(\w+, 49152 ids\)"

@@ -77,10 +77,13 @@ def decode_step(
 def greedy(
     model: Decoder, layout: TokenLayout, count: int, *, visibility: Visibility, backend: str = "auto"
 ) -> Int[Array, "B count"]:
-    """The `count` most likely next tokens after each prompt, one by one; the prompt must end in a suffix."""
+    """The `count` most likely next tokens after each prompt, one by one; the prompt must end in a suffix.
+
+    From where logits are not numbers on, tokens are -1.
+    """
     length, after = layout.shape.tokens, next_positions(layout)
     state, cache = prefill(model, layout, count - 1, visibility=visibility, backend=backend)
-    first = jnp.argmax(model.head_logits(state), axis=-1).astype(jnp.int32)
+    first = _likeliest(model.head_logits(state))
 
     def step(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], Array]:
         token, cache = carry
@@ -88,11 +91,16 @@ def greedy(
         state, cache = decode_step(
             model, cache, length + index, token[:, None], after + index, own, visibility=visibility
         )
-        token = jnp.argmax(model.head_logits(state[:, 0]), axis=-1).astype(jnp.int32)
+        token = _likeliest(model.head_logits(state[:, 0]))
         return (token, cache), token
 
     _, rest = jax.lax.scan(step, (first, cache), jnp.arange(count - 1))
     return jnp.concatenate([first[:, None], rest.T], axis=1)
+
+
+def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    numbers = ~jnp.isnan(logits).any(axis=-1)
+    return jnp.where(numbers, jnp.argmax(logits, axis=-1), -1).astype(jnp.int32)
 
 
 def last_places(layout: TokenLayout) -> Int[Array, " B"]:

@@ -38,16 +38,16 @@ def chat_frame(tokenizer: Tokenizer, system: str = "") -> ChatFrame:
         raise UserError("chat=true, but the tokenizer has no chat template; set chat=false")
     if system:
         try:
-            frame = _render(tokenizer, [{"role": "system", "content": system}])
+            frame = _render(tokenizer.chat_template, tokenizer, [{"role": "system", "content": system}])
         except UserError:
             frame = None
         if frame is not None and system in frame.head:
             return frame
-    frame = _render(tokenizer, [])
+    frame = _render(tokenizer.chat_template, tokenizer, [])
     return replace(frame, head=frame.head + system + SYSTEM_END) if system else frame
 
 
-def _render(tokenizer: Tokenizer, before: list[dict[str, str]]) -> ChatFrame:
+def _render(template: str, tokenizer: Tokenizer, before: list[dict[str, str]]) -> ChatFrame:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern))
@@ -57,9 +57,7 @@ def _render(tokenizer: Tokenizer, before: list[dict[str, str]]) -> ChatFrame:
         "eos_token": tokenizer.token(tokenizer.eos_id) or "",
     }
     try:
-        text = environment.from_string(tokenizer.chat_template).render(
-            messages=messages, add_generation_prompt=False, **names
-        )
+        text = environment.from_string(template).render(messages=messages, add_generation_prompt=False, **names)
     except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"the tokenizer's chat template does not render: {error}") from error
     if text.count(_USER) != 1 or text.count(_ASSISTANT) != 1 or text.index(_USER) > text.index(_ASSISTANT):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Literal, get_args
 
 import jax
@@ -107,8 +106,7 @@ class ListwiseRanker:
         self.name, self.encoder = name, encoder
         self.settings = settings or ListwiseSettings()
         reading, logits = self.settings.reading, self.settings.mode == "logits"
-        encode = partial(encoder.encode, cue="number" if logits else "suffix")
-        self.reader = ListReader(encoder, reading, model.config.max_positions, encode=encode)
+        self.reader = ListReader(encoder, reading, model.config.max_positions, cue="number" if logits else "suffix")
         self._identifiers = _identifier_tokens(encoder, self.settings.window if logits else 0)
         self._parser = _parser(encoder)
         self._stops = sorted(encoder.stops | set(model.config.eos_ids))
@@ -172,11 +170,11 @@ class ListwiseRanker:
         numbers = self.encoder.numbers(window)
         if self.settings.mode == "logits":
             logits = np.asarray([found[numbers[place] - self._first] for place in range(len(window))])
-            if np.isnan(logits).any():
-                raise UserError(f"query {window.query.id!r}: logits are not numbers; check the weights")
+            _check_numbers(window, not np.isnan(logits).any())
             one.repairs += Repairs(1)
             return np.argsort(-logits, kind="stable").tolist()
         written = found[: self._budget(len(window))]
+        _check_numbers(window, (written >= 0).all())
         stops = np.flatnonzero(np.isin(written, self._stops))
         ended = bool(stops.size)
         written = written[: stops[0]] if ended else written
@@ -239,6 +237,11 @@ def _identifier_tokens(encoder: PromptEncoder, count: int) -> np.ndarray:
             f"or a window of fewer documents than {count}"
         )
     return np.asarray([ids[0] for ids in tokens.values()], np.int32)
+
+
+def _check_numbers(window: CandidateList, numbers: bool | np.bool_) -> None:
+    if not numbers:
+        raise UserError(f"query {window.query.id!r}: logits are not numbers; check the weights")
 
 
 def _parser(encoder: PromptEncoder) -> PermutationParser:

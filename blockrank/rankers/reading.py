@@ -17,6 +17,7 @@ from blockrank.errors import UserError
 from blockrank.layout import LayoutShape, TokenLayout
 from blockrank.packing import Packing, round_up, round_up_geometric
 from blockrank.parallel import LISTS, spread_lists
+from blockrank.prompts.compiled import Cue
 from blockrank.prompts.encode import PromptEncoder, PromptSegments
 from blockrank.types import CandidateList, ListScores
 
@@ -91,7 +92,7 @@ class ListReader:
     """Turns candidate lists into batches of few shapes, and hands them to a program one ahead of its results.
 
     `max_positions`: those the model was trained for. With a `mesh`, the rows of each list are spread over its axis
-    `doc`, lists over `data` and `fsdp`. `encode`: what makes a list's prompt, if not `encoder.encode`.
+    `doc`, lists over `data` and `fsdp`. `cue`: where prompts end.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class ListReader:
         settings: ReadingSettings,
         max_positions: int,
         mesh: Mesh | None = None,
-        encode: Callable[[CandidateList], PromptSegments] | None = None,
+        cue: Cue = "signals",
     ) -> None:
         self.encoder, self.settings, self.mesh = encoder, settings, mesh
-        self._encode = encode or encoder.encode
+        self._cue: Cue = cue
         self.shards = 1 if mesh is None else mesh.shape["doc"]
         self._list_groups = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in LISTS)
         self._max_positions = max_positions
@@ -163,7 +164,7 @@ class ListReader:
         batch: Batch = []
         shape: LayoutShape | None = None
         for i, candidates in enumerate(lists):
-            segments = self._encode(candidates) if candidates.documents else None
+            segments = self.encoder.encode(candidates, cue=self._cue) if candidates.documents else None
             if segments is None or not segments.documents:
                 continue
             self._check_rows(candidates, segments)
