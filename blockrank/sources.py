@@ -177,11 +177,12 @@ def make_listwise_ranker(
     """A ranker that orders windows, over a source; the mapping `reading` goes before `settings.reading`.
 
     The template is `template`, else the one in `LISTWISE_PROMPTS`, without a chat where the tokenizer has no chat
-    template: a training run's own template asks another question. Raises `UserError` for a preset, which names
-    settings of attention.
+    template: a training run's own template asks another question. Raises `UserError` for a preset or a found readout,
+    which say how attention is read.
     """
-    if preset is not None:
-        raise UserError(f"preset={preset!r} says how attention is read, and ranker=listwise reads none: leave it out")
+    if preset is not None or source.readout is not None:
+        key = "readout" if preset is None else f"preset={preset!r}"
+        raise UserError(f"{key} says how attention is read, and ranker=listwise reads none: leave it out")
     settings = settings or ListwiseSettings()
     settings = replace(settings, reading=replace(settings.reading, **(reading or {})))
     if template is None:
