@@ -329,6 +329,16 @@ def test_more_documents_than_letters_are_refused() -> None:
         listwise(template="first", window=27)
 
 
+def test_numbers_that_may_repeat_are_refused() -> None:
+    with pytest.raises(UserError, match="'paper_cacheable' numbers documents by hashes"):
+        listwise(template="paper_cacheable")
+
+
+def test_a_prefix_that_counts_has_none_without_a_list() -> None:
+    with pytest.raises(UserError, match=r"'rank_zephyr' has \{count\} in its prefix"):
+        encoder("rank_zephyr").prefix("river")
+
+
 def source(**changes: Any) -> Source:
     return Source(decoder(), tokenizer(), **changes)
 
@@ -369,6 +379,8 @@ def test_the_reranker_takes_it_by_name_and_by_settings(monkeypatch: pytest.Monke
     assert results.confidence is None
     with pytest.raises(UserError, match="no score_layer"):
         Reranker.from_pretrained("x", ranker="listwise", score_layer=3)
+    with pytest.raises(UserError, match="leave document_store out"):
+        Reranker.from_pretrained("x", ranker="listwise", document_store="x")
     with pytest.raises(UserError, match="choose one of attention, generative, listwise"):
         Reranker.from_pretrained("x", ranker="listwse")  # type: ignore[arg-type]
 

@@ -106,6 +106,11 @@ class ListwiseRanker:
         self.name, self.encoder = name, encoder
         self.settings = settings or ListwiseSettings()
         reading, logits = self.settings.reading, self.settings.mode == "logits"
+        if encoder.template.numbering == "hash":
+            raise UserError(
+                f"template {encoder.template.name!r} numbers documents by hashes, which two of a window may share: "
+                "take one with numbering: position"
+            )
         self.reader = ListReader(encoder, reading, model.config.max_positions, cue="number" if logits else "suffix")
         self._identifiers = _identifier_tokens(encoder, self.settings.window if logits else 0)
         self._parser = _parser(encoder)
