@@ -29,7 +29,9 @@ from blockrank.errors import UserError
 from blockrank.evaluation.held_out import HeldOut
 from blockrank.models import hf
 from blockrank.models.loading import flat_parameters
+from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.attention import AttentionSettings
 from blockrank.rankers.readout_file import FoundReadout
 from blockrank.sources import Source, make_generative_ranker, make_ranker
 from blockrank.training.export import RankingRecord
@@ -79,11 +81,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory, collection: Path) -> Path
 
 @pytest.fixture(scope="module")
 def analysed(tmp_path_factory: pytest.TempPathFactory, collection: Path, exported: Path) -> tuple[Path, Path, str]:
-    """(output folder, model folder with the finding applied, what was printed)."""
+    """(output folder, the model's folder, what was printed)."""
     output = tmp_path_factory.mktemp("analysis") / "out"
     model = shutil.copytree(exported, output.parent / "model")
     text = io.StringIO()
-    config = configured(collection, output, f"checkpoint={model}", "apply=always", "map_layers=[1,2]", "map_query=q2")
+    config = configured(collection, output, f"checkpoint={model}", "apply=better", "map_layers=[1,2]", "map_query=q2")
     analyze(config, Console(file=text, width=300))
     return output, model, text.getvalue()
 
@@ -95,7 +97,7 @@ def test_what_is_written_is_named_and_holds_the_finding(analysed: tuple[Path, Pa
     ]
     names = {Path(line.removesuffix(" (new)")).name for line in written}
     pictures = {"layers.png", "tokens.png", "sparsity.png", "map.png", "suffix.png"}
-    assert names == {*pictures, "readout.yaml", "prompt.yaml", "blockrank.json", "analysis.md", "analysis.json"}
+    assert names == {*pictures, "readout.yaml", "analysis.md", "analysis.json"}
     assert all(imread(output / name).shape[1] > 600 for name in pictures)
     results = json.loads((output / "analysis.json").read_text())
     signals = results["signals"]
@@ -130,12 +132,15 @@ def test_the_search_measures_what_an_evaluation_measures(
 
     brief = PromptTemplate.from_yaml("brief")
     found = opened.source.with_readout(output / "readout.yaml")
+    assert found.readout is not None
     assert measured(opened.source, "present", brief) == pytest.approx(signals["present"]["mean"])
     assert measured(found, "found", brief) == pytest.approx(signals["best"]["mean"])
-    assert measured(sources.open_source(model), "applied", None) == pytest.approx(signals["best"]["mean"])
+    settings = replace(opened.settings, score_layer=opened.score_layer)
+    written = apply_readout(found.readout, applied := shutil.copytree(model, tmp_path / "m"), settings, PromptLimits())
+    assert written == [(applied / "prompt.yaml", None), (applied / "blockrank.json", None)]
+    assert measured(sources.open_source(applied), "applied", None) == pytest.approx(signals["best"]["mean"])
     ranker = make_ranker(found, template=brief, settings={"score_layer": 1})
     assert ranker.settings.score_layer == signals["best"]["score_layer"]
-    assert found.readout is not None
     assert make_generative_ranker(found, template=brief).encoder.template == found.readout.template
 
 
@@ -172,35 +177,33 @@ def test_files_that_are_no_readout(content: str | None, message: str, tmp_path: 
 
 def test_what_was_there_before_is_kept(analysed: tuple[Path, Path, str], tmp_path: Path) -> None:
     output, model, _ = analysed
-    again = shutil.copytree(model, tmp_path / "model")
-    before = {name: (again / name).read_text() for name in ("prompt.yaml", "blockrank.json")}
-    found = FoundReadout.read(output / "readout.yaml")
-    record = RankingRecord.read(again)
-    assert record is not None
-    assert record.ranker.score_layer == found.score_layer
+    folder, settings, limits = (
+        shutil.copytree(model, tmp_path / "model"),
+        AttentionSettings(row_length=64),
+        PromptLimits(9),
+    )
+    apply_readout(FoundReadout.read(output / "readout.yaml"), folder, settings, limits)
+    before = {name: (folder / name).read_text() for name in ("prompt.yaml", "blockrank.json")}
     other = FoundReadout(1, PromptTemplate.from_yaml("paper").to_config())
     for _ in range(2):
-        written = dict(apply_readout(other, again, record.ranker, record.limits))
-    assert sorted(path.name for path in again.glob("*.before-*")) == [
+        written = dict(apply_readout(other, folder, AttentionSettings(), PromptLimits()))
+    assert sorted(path.name for path in folder.glob("*.before-*")) == [
         f"{name}.before-{n}" for name in sorted(before) for n in (1, 2)
     ]
-    assert all((again / f"{name}.before-1").read_text() == text for name, text in before.items())
-    assert written[again / "prompt.yaml"] == again / "prompt.yaml.before-2"
-    assert RankingRecord.read(again) == RankingRecord(
-        ranker=type(record.ranker)(**{**record.ranker.__dict__, "score_layer": 1}), limits=record.limits
-    )
+    assert all((folder / f"{name}.before-1").read_text() == text for name, text in before.items())
+    assert written[folder / "prompt.yaml"] == folder / "prompt.yaml.before-2"
+    assert RankingRecord.read(folder) == RankingRecord(replace(settings, score_layer=1), limits)
 
 
-def test_what_is_not_better_beyond_chance_is_not_applied(collection: Path, exported: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(exported, tmp_path / "model")
-    text = io.StringIO()
-    config = configured(collection, tmp_path / "out", f"checkpoint={model}", "apply=better", "parts=[signals]")
-    found = analyze(config, Console(file=text, width=300))
-    assert not found["signals"]["better_than_present"]
-    assert "Nothing was written into" in text.getvalue()
+def test_what_is_not_better_beyond_chance_is_not_applied(
+    analysed: tuple[Path, Path, str], exported: Path, collection: Path
+) -> None:
+    output, model, text = analysed
+    assert not json.loads((output / "analysis.json").read_text())["signals"]["better_than_present"]
+    assert "Nothing was written into" in text
     assert sorted(path.name for path in model.iterdir()) == sorted(path.name for path in exported.iterdir())
     with pytest.raises(UserError, match=r"analysis\.json: exists already; choose another output_dir, or set overwrite"):
-        analyze(config, Console(file=text))
+        analyze(configured(collection, output, f"checkpoint={model}"), Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize(

@@ -178,21 +178,13 @@ class AttentionReader:
             look = lambda block, states, window: part_attention(block, states, layout, visibility, window)  # noqa: E731
             return model.observe(layout, look, **options), part_tokens(layout)
 
-        def suffix(state: nnx.State, layout: TokenLayout, layer: Array) -> Array:
-            model = nnx.merge(graph, state)
-
-            def look(block: Block, states: Array, window: Any) -> Array:
-                return token_attention(block, states, layout, layout.suffix, visibility, window)
-
-            return model.observe(layout, look, **options)[layer]
-
         def whole(state: nnx.State, layout: TokenLayout, layer: int) -> Array:
             model = nnx.merge(graph, state)
             states = model.states_at(layout, layer, **options)
             window = model.config.windows[layer] if visibility.sequential else None
             return attention_weights(take_layers(model.blocks, layer), states, layout, visibility, window)
 
-        self._maps, self._suffix, self._whole = jax.jit(maps), jax.jit(suffix), jax.jit(whole, static_argnums=2)
+        self._maps, self._whole = jax.jit(maps), jax.jit(whole, static_argnums=2)
 
     def map(self, layout: TokenLayout) -> AttentionMap:
         """The attention between all parts of a list's prompt, at every layer."""
@@ -202,14 +194,6 @@ class AttentionReader:
         counts = np.asarray(tokens)[0, kept]
         rows = np.asarray(weights)[:, 0][:, kept][:, :, kept]
         return AttentionMap(rows / np.maximum(counts, 1)[:, None], counts)
-
-    def suffix_map(self, layout: TokenLayout, layer: int) -> Float[np.ndarray, "Q C"]:
-        """The attention of each suffix token on each part of a list's prompt, at one layer."""
-        check_layers(layer, layer, self._layers)
-        documents = _documents(layout)
-        rows = np.asarray(self._suffix(self._state, layout, layer))[0]
-        real = np.asarray(layout.segment_ids)[0, layout.suffix] == SUFFIX
-        return rows[real][:, np.r_[0 : documents + 1, layout.shape.documents + 1]]
 
     def weights(self, layout: TokenLayout, layer: int) -> Float[np.ndarray, "heads T T"]:
         """All attention of one layer over one list's stream, which must be short (`attention_weights`)."""
