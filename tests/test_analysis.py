@@ -232,11 +232,11 @@ def test_a_finding_is_cross_validated_and_tested_against_the_present_readout() -
 
 
 def test_how_often_a_token_wins_by_hand() -> None:
-    """Two queries: the first cell is best for one, the second for the other, and both are equal over both."""
+    """Two queries: the first cell is best for one, the second for the other; a sample with both is a tie."""
     values = np.zeros((2, 1, 3))
     values[0, 0, 0] = values[1, 0, 1] = 1
     wins = resampled_wins(values, 4000, 0)
-    assert wins == {(0, 0): pytest.approx(0.75, abs=0.03), (0, 1): pytest.approx(0.25, abs=0.03)}
+    assert wins == {(0, 0): pytest.approx(0.5, abs=0.03), (0, 1): pytest.approx(0.5, abs=0.03)}
 
 
 @cache

@@ -85,10 +85,10 @@ def plot_tokens(
                 where = np.asarray(cells)
                 axes.scatter(
                     *(where[:, 0], where[:, 1]),
-                    marker="xo"[index % 2],
-                    facecolors="none" if index % 2 else "white",
-                    edgecolors="white" if index % 2 else None,
-                    s=40,
+                    marker="Xo"[index % 2],
+                    facecolors="white",
+                    edgecolors="black",
+                    s=46,
                     label=name,
                 )
         axes.set(xlabel="layer (0-based)", ylabel="token of the suffix", yticks=range(len(labels)))
@@ -96,7 +96,7 @@ def plot_tokens(
         axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axes, label=measure, shrink=0.8)
         if any((marks or {}).values()):
-            figure.legend(loc="outside upper right", ncols=2, facecolor="0.3", labelcolor="white")
+            figure.legend(loc="outside upper right", ncols=2)
 
     return save_figure(target, (6.5, min(9.5, 1.6 + 0.14 * len(labels))), draw)
 

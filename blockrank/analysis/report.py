@@ -24,7 +24,8 @@ def best_tokens_table(report: SignalReport, title: str) -> Table:
         rows.append((str(report.tokens[token]), (Cell(layer), Cell(value, interval), Cell(f"{wins:.0%}"))))
     notes = (
         f"{report.queries} queries. In brackets: 95 % bootstrap interval of the mean.",
-        "best of all: share of bootstrap samples of the queries in which this layer and token have the highest mean.",
+        "best of all: share of bootstrap samples of the queries in which this layer and token have the highest mean; a "
+        "sample in which several have it is shared among them.",
     )
     return Table(("layer", report.measure, "best of all"), tuple(rows), title=title, row_header="token", notes=notes)
 
@@ -91,7 +92,7 @@ def verdict(report: SignalReport) -> str:
         lines.append("One query cannot be cross-validated: take more.")
     else:
         lines.append(
-            f"Cross-validated (chosen on four fifths of the queries, measured on the rest): "
+            f"Cross-validated (chosen on most of the queries, measured on the others, in turn): "
             f"{_text(finding.cross_validated)}."
         )
     if finding.difference is not None:

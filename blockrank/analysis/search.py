@@ -160,16 +160,17 @@ class Search:
 def resampled_wins(values: Float[np.ndarray, "n L S"], samples: int, seed: int) -> dict[tuple[int, int], float]:
     """(layer, token) -> the share of bootstrap samples of queries in which it has the highest mean, highest first.
 
-    Ties go to the lower layer and the earlier token.
+    A sample in which several are highest is shared among them.
     """
     n, _, tokens = values.shape
     flat = values.reshape(n, -1)
     rng = np.random.default_rng(seed)
-    wins = np.zeros(flat.shape[1], int)
+    wins = np.zeros(flat.shape[1])
     chunk = max(1, _CHUNK // flat.shape[1])
     for start in range(0, samples, chunk):
         weights = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, samples - start))
         means = np.round(weights @ flat / n, 12)
-        wins += np.bincount(means.argmax(axis=1), minlength=flat.shape[1])
+        highest = means == means.max(axis=1, keepdims=True)
+        wins += (highest / highest.sum(axis=1, keepdims=True)).sum(axis=0)
     order = [int(i) for i in np.argsort(-wins, kind="stable") if wins[i]]
     return {(i // tokens, i % tokens): float(wins[i] / samples) for i in order}
