@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from blockrank.data.collection import PydocsConfig
+from blockrank.data.trec import write_run
+from blockrank.retrieval.lists import open_lists, select_judged
+from blockrank.training.recipe import HeldOutConfig
+
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-NAMES = ["attention", "signals", "speed"]
+NAMES = ["attention", "run", "signals", "speed"]
 TINY = ["+exp=quickstart", "model=tiny", "ranker.score_layer=2", "validation.max_queries=3", "samples=20"]
 
 
@@ -80,6 +85,22 @@ def test_speed(tmp_path: Path, bench_results: Path) -> None:
     text = execute("speed", tmp_path, RESULTS=str(bench_results))
     assert "| dense | 2 | 8 |" in text
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"latency.png", "decomposition.png"}
+
+
+@pytest.mark.slow
+def test_a_run(tmp_path: Path) -> None:
+    """BM25's order of five test queries, and the same upside down."""
+    config = HeldOutConfig("test", "bm25", depth=5, with_positives=True, max_queries=5)
+    collection = PydocsConfig(max_words=20, titles=True).open()
+    lists, _ = select_judged(open_lists(collection, config), collection.qrels("test"), 5)
+    files = {}
+    for row, sign in (("BM25", -1), ("reversed", 1)):
+        run = {c.query.id: {d.id: float(sign * i) for i, d in enumerate(c.documents)} for c in lists}
+        write_run(path := tmp_path / f"{row}.trec", run, row)
+        files[row] = str(path)
+    text = execute("run", tmp_path, RUNS=files, OVERRIDES=["+exp=quickstart", "max_queries=5"])
+    assert "The 5 worst queries" in text
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["queries.png"]
 
 
 @pytest.mark.slow
