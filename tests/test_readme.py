@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from blockrank.api import RankedResult, Reranker
-from blockrank.config import compose, config_dir
+from blockrank.config import build, compose, config_dir
+from blockrank.training.dry_run import dry_run
+from blockrank.training.recipe import TrainConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text("utf-8")
@@ -49,6 +51,16 @@ def test_module_commands_compose(words: list[str]) -> None:
     module, *overrides = words
     assert importlib.util.find_spec(module) is not None
     compose(module.removeprefix("blockrank."), overrides)
+
+
+def test_lists_divide_over_the_meshes_that_are_recommended() -> None:
+    texts = [(REPOSITORY / page).read_text("utf-8").replace("\\\n", "") for page in PAGES]
+    commands = [found for text in texts for found in re.findall(r"blockrank\.train ([^'`#\n]*mesh[=.][^'`#\n]*)", text)]
+    keys = ("+exp=", "mesh", "trainer.")
+    distinct = {tuple(word for word in shlex.split(command) if word.startswith(keys)) for command in commands}
+    assert len(distinct) > 2
+    for overrides in distinct:
+        dry_run(build(TrainConfig, compose("train", overrides)))
 
 
 def test_named_experiments_exist() -> None:

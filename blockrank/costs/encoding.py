@@ -112,8 +112,9 @@ def summary(corpus: CorpusConfig, costs: Sequence[ProgramCosts], batches: Sequen
     """Passages per second by the roofline, and the time of the whole corpus, in words."""
     seconds = sum(row.seconds(chip) * each.count for row, each in zip(costs, batches, strict=True))
     rate = len(corpus.lengths()) / seconds
+    whole = corpus.passages / rate
     devices = batches[0].planned.mesh.size
     return (
         f"encoding, by the roofline: {rate:,.0f} passages/s of {corpus.tokens} tokens on average on {devices} chips; "
-        f"{corpus.passages:,} passages in {corpus.passages / rate / 3600:.3f} hours"
+        f"{corpus.passages:,} passages in {whole:,.0f} s ({whole / 3600:.2g} hours)"
     )
