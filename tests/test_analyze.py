@@ -24,8 +24,10 @@ from blockrank.analysis.command import analyze
 from blockrank.analysis.record import apply_readout
 from blockrank.analysis.settings import AnalyzeConfig
 from blockrank.analysis.study import ValidationLists
+from blockrank.api import Reranker
 from blockrank.config import build, compose
 from blockrank.errors import UserError
+from blockrank.eval import EvalConfig, evaluate_ranker
 from blockrank.evaluation.held_out import HeldOut
 from blockrank.models import hf
 from blockrank.models.loading import flat_parameters
@@ -134,7 +136,7 @@ def test_the_search_measures_what_an_evaluation_measures(
     found = opened.source.with_readout(output / "readout.yaml")
     assert found.readout is not None
     assert measured(opened.source, "present", brief) == pytest.approx(signals["present"]["mean"])
-    assert measured(found, "found", brief) == pytest.approx(signals["best"]["mean"])
+    assert evaluated(collection, exported, output / "readout.yaml", tmp_path) == pytest.approx(signals["best"]["mean"])
     settings = replace(opened.settings, score_layer=opened.score_layer)
     written = apply_readout(found.readout, applied := shutil.copytree(model, tmp_path / "m"), settings, PromptLimits())
     assert written == [(applied / "prompt.yaml", None), (applied / "blockrank.json", None)]
@@ -142,6 +144,20 @@ def test_the_search_measures_what_an_evaluation_measures(
     ranker = make_ranker(found, template=brief, settings={"score_layer": 1})
     assert ranker.settings.score_layer == signals["best"]["score_layer"]
     assert make_generative_ranker(found, template=brief).encoder.template == found.readout.template
+
+
+def evaluated(collection: Path, checkpoint: Path, readout: Path, output: Path) -> float:
+    """MRR@10 by `python -m blockrank.eval readout=...`."""
+    lists = ["data=beir_folder", f"data.path={collection}", f"candidates={collection / 'run.trec'}", "split=validation"]
+    model = [f"checkpoint={checkpoint}", "prompt=brief", f"readout={readout}", "baseline=false", "measures=[RR@10]"]
+    config = build(EvalConfig, compose("eval", [*lists, *model, f"output_dir={output}"]))
+    evaluate_ranker(config, Console(file=io.StringIO()))
+    return json.loads((output / "eval" / "attention" / "results.json").read_text())["metrics"]["means"]["RR@10"]
+
+
+def test_a_layer_beside_a_readout_is_refused() -> None:
+    with pytest.raises(UserError, match=r"score_layer=1 and readout=x\.yaml: a readout has its own layer"):
+        Reranker.from_pretrained("nowhere", score_layer=1, readout="x.yaml")
 
 
 def test_a_readout_is_of_one_prompt_and_one_depth(analysed: tuple[Path, Path, str], exported: Path) -> None:

@@ -211,8 +211,15 @@ def plot_queries(values: Mapping[str, np.ndarray], measure: str, target: str | P
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for index, (name, found) in enumerate(values.items()):
-            share = (np.arange(len(found)) + 1) / max(len(found), 1)
-            axes.step(share, np.sort(found), where="pre", color=COLOURS[index % len(COLOURS)], label=name)
+            ordered = np.sort(found)
+            share = np.arange(len(found) + 1) / max(len(found), 1)
+            axes.step(
+                share,
+                np.concatenate([ordered[:1], ordered]),
+                where="pre",
+                color=COLOURS[index % len(COLOURS)],
+                label=name,
+            )
         axes.set(xlabel="share of queries", ylabel=measure, xlim=(0, 1), ylim=(-0.02, 1.02))
         axes.grid(alpha=0.3)
         axes.legend()
