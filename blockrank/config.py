@@ -52,6 +52,19 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
         raise UserError(_composition_problem(error)) from error
 
 
+def choice(group: str, name: str, hint: Any, key: str) -> Any:
+    """`configs/<group>/<name>.yaml` as `hint`, a dataclass or a union of them. `key` is for errors.
+
+    Raises `UserError` naming the choices there are, and like `build`.
+    """
+    known = sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"config key {key}: {name!r} is no choice; {group} is one of {', '.join(known)}")
+    plain = OmegaConf.to_container(compose(f"{group}/{name}"), resolve=True)
+    assert isinstance(plain, dict)
+    return _convert(hint, plain[group], key)
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises `UserError` for an override Hydra cannot parse, showing how to quote it (`=`, `#`, commas, spaces)."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

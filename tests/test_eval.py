@@ -6,7 +6,9 @@ import io
 import json
 from pathlib import Path
 
+import eval_helpers
 import pytest
+from eval_helpers import beir_folder, on
 from rich.console import Console
 
 from blockrank.config import build, compose, to_plain
@@ -24,36 +26,12 @@ from blockrank.training.recipe import HeldOutConfig
 
 @pytest.fixture
 def collection(tmp_path: Path) -> Path:
-    folder = tmp_path / "animals"
-    (folder / "qrels").mkdir(parents=True)
-    documents = {"d1": "cats purr", "d2": "dogs bark", "d3": "cows moo", "d4": "ducks quack"}
-    lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in documents.items()]
-    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
-    queries = {"q1": "who purrs", "q2": "who barks", "q3": "who sings"}
-    lines = [json.dumps({"_id": key, "text": text}) for key, text in queries.items()]
-    (folder / "queries.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t1\nq3\td4\t1\n")
-    run = [f"{q} Q0 d{d} {d} {5 - d} bm25" for q in ("q1", "q2") for d in (1, 2, 3)]
-    (folder / "run.trec").write_text("\n".join(run) + "\n")
-    return folder
+    return beir_folder(tmp_path / "animals")
 
 
 def evaluate(collection: Path, output: Path, *overrides: str) -> tuple[HeldOut, str]:
-    config = compose(
-        "eval",
-        [
-            "data=beir_folder",
-            f"data.path={collection}",
-            f"candidates={collection / 'run.trec'}",
-            f"output_dir={output}",
-            "model=tiny",
-            "measures=[P@1,nDCG@10]",
-            *overrides,
-        ],
-    )
-    text = io.StringIO()
-    held_out = evaluate_ranker(build(EvalConfig, config), Console(file=text, width=200))
-    return held_out, text.getvalue()
+    (held_out,), text = eval_helpers.evaluate(output, *on(collection), "model=tiny", "deltas=false", *overrides)
+    return held_out, text
 
 
 def test_the_first_stage_row_is_exact_and_missing_queries_count_zero(collection: Path, tmp_path: Path):

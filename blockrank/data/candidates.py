@@ -46,6 +46,10 @@ class CandidateLists(Sequence[CandidateList]):
         """Document ids of list `index`, best first."""
         return tuple(self._run[self.queries[index].id])
 
+    def first_stage(self, index: int) -> Mapping[str, float]:
+        """Document ids of list `index` with the first stage's scores, best first."""
+        return self._run[self.queries[index].id]
+
     def take(self, indices: Sequence[int]) -> CandidateLists:
         """The lists at `indices`, in that order."""
         chosen = [self.queries[index] for index in indices]

@@ -43,6 +43,10 @@ class EvaluationFiles:
     def table(self) -> Path:
         return self.folder / "table.md"
 
+    def paths(self) -> dict[str, Path]:
+        """All of them by name."""
+        return {name: getattr(self, name) for name in ("journal", "run", "results", "per_query", "table")}
+
     def prepare(self, overwrite: bool) -> None:
         """Refuses a folder with results but no journal to continue from; removes old results when overwriting."""
         outputs = [path for path in (self.run, self.results, self.per_query, self.table) if path.exists()]
@@ -54,6 +58,16 @@ class EvaluationFiles:
                 f"{outputs[0]} exists without {self.journal.name}: it is of another evaluation; "
                 "choose another output folder, or set overwrite=true"
             )
+
+    def prepare_without_journal(self, overwrite: bool) -> None:
+        """The same for a row that keeps no journal, whose results are anew each time: refuses a ranker's folder."""
+        if self.journal.exists() and not overwrite:
+            raise UserError(
+                f"{self.journal} exists: the folder is that of a ranker; "
+                "give the run another name, or set overwrite=true"
+            )
+        for path in self.paths().values():
+            path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

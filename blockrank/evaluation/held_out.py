@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from blockrank.data.collection import Collection
 from blockrank.errors import UserError
 from blockrank.evaluation.evaluator import Evaluator
-from blockrank.evaluation.files import write_text
-from blockrank.evaluation.metrics import MetricsReport
-from blockrank.evaluation.records import EvaluationResult
-from blockrank.evaluation.tables import Table, metrics_table
+from blockrank.evaluation.external import external_result, read_external
+from blockrank.evaluation.files import EvaluationFiles, write_text
+from blockrank.evaluation.metrics import TIE_RULE, MetricsReport
+from blockrank.evaluation.recorded import recorded_values
+from blockrank.evaluation.records import EvaluationResult, QueryRecord
+from blockrank.evaluation.report import write_results
+from blockrank.evaluation.tables import SUFFIXES, Table, metrics_table
 from blockrank.rankers.first_stage import FirstStageRanker
 from blockrank.retrieval.lists import open_lists, select_judged
 from blockrank.training.recipe import HeldOutConfig
@@ -24,7 +27,13 @@ log = logging.getLogger(__name__)
 FIRST_STAGE = "first stage"
 """The row of the first stage's own order."""
 
-_TABLE = "table.md"
+TABLE = "table"
+"""The table of all rows, in each format."""
+
+DELTAS = ("deltas.csv", "deltas.png")
+SCALING = "scaling.png"
+
+_RESERVED = (".", "..", *(TABLE + suffix for suffix in SUFFIXES), *DELTAS, SCALING)
 
 
 def row_folder(row: str) -> str:
@@ -33,15 +42,10 @@ def row_folder(row: str) -> str:
     Raises `UserError` for a name that is no folder's, or whose folder would lie elsewhere or on the table of all rows.
     """
     folder = row.replace(" ", "_")
-    if (
-        not row.strip()
-        or folder.casefold() in (".", "..", _TABLE)
-        or not row.isprintable()
-        or any(c in row for c in "/\\:")
-    ):
+    if not row.strip() or folder.casefold() in _RESERVED or not row.isprintable() or any(c in row for c in "/\\:"):
         raise UserError(
             f"{row!r} cannot name a row and its folder: give a plain name without slash, backslash, colon and control "
-            f"characters, other than '.', '..' and {_TABLE!r}"
+            f"characters, other than {', '.join(map(repr, _RESERVED))}"
         )
     return folder
 
@@ -62,13 +66,16 @@ class HeldOut:
         self.config, self.folder, self._seed = config, folder, seed
         self._collection = collection
         lists, qrels = open_lists(collection, config), collection.qrels(config.split)
-        self.lists, self._qrels = select_judged(lists, qrels, config.max_queries)
+        self.lists, self.qrels = select_judged(lists, qrels, config.max_queries)
         if not self.lists:
             raise UserError(
                 f"max_queries={config.max_queries}: none of the queries chosen from the {config.split} split has a "
                 "candidate list: choose more queries, or candidates for all of them"
             )
-        self._reports: dict[str, MetricsReport] = {}
+        self.reports: dict[str, MetricsReport] = {}
+        """Row -> its metrics, in the order of the table; rows of lists without a judgement have none."""
+        self.records: dict[str, dict[str, QueryRecord]] = {}
+        """Row -> query id -> what was recorded of its list."""
         self.runs: dict[str, Path] = {}
 
     def measure(
@@ -76,12 +83,13 @@ class HeldOut:
     ) -> EvaluationResult:
         """Scores, measures and writes one ranker's row. `identity` is what its scores depend on."""
         config = self.config
+        self._check_new(row)
         result = Evaluator(
             ranker,
             self.lists,
             self.folder / row_folder(row),
             config.batch_size,
-            qrels=self._qrels,
+            qrels=self.qrels,
             measures=config.measures,
             depth=config.depth,
             tail=config.tail,
@@ -94,8 +102,47 @@ class HeldOut:
             overwrite=overwrite,
             **recorded,
         ).run()
+        return self._keep(row, result)
+
+    def measure_run(
+        self, row: str, path: Path, *, overwrite: bool = False, config: Mapping[str, Any] | None = None
+    ) -> EvaluationResult:
+        """Measures and writes the row of another system's TREC run: same queries, depth, measures and rule for ties."""
+        settings, collection = self.config, self._collection
+        self._check_new(row)
+        files = EvaluationFiles(self.folder / row_folder(row))
+        files.prepare_without_journal(overwrite)
+        external = read_external(
+            path, collection, settings.split, depth=settings.depth, missing_documents=settings.missing_documents
+        )
+        covered = {query.id for query in self.lists.queries}
+        result = external_result(external, row, self.qrels, settings.measures, settings.missing, covered, files)
+        if settings.with_positives:
+            log.warning("%s: candidate lists hold all positives (with_positives), this run holds what it found", path)
+        write_results(
+            result,
+            measures=settings.measures,
+            collection=collection.name,
+            config=config or {},
+            identity=external.identity(),
+            seed=self._seed,
+            tail="drop",
+            score_scale="",
+            baseline_name=None,
+            paper={},
+            ranking_rule=TIE_RULE,
+        )
+        return self._keep(row, result)
+
+    def _check_new(self, row: str) -> None:
+        for other in self.runs:
+            if other != row and row_folder(other).casefold() == row_folder(row).casefold():
+                raise UserError(f"{row!r} would be in the folder of the row {other!r}: choose another name")
+
+    def _keep(self, row: str, result: EvaluationResult) -> EvaluationResult:
         if result.report is not None:
-            self._reports[row] = result.report
+            self.reports[row] = result.report
+        self.records[row] = result.records
         if result.files is not None:
             self.runs[row] = result.files.run
         return result
@@ -109,12 +156,35 @@ class HeldOut:
             FIRST_STAGE, FirstStageRanker("first_stage", allow_constant_scores=True), identity, **options
         )
 
-    def table(self, baseline: str | None = None) -> Table:
-        """All rows so far; those above are compared with `baseline`, if it is among them."""
-        config = self.config
-        title = f"{self._collection.name}, {config.split} split, {len(self.lists)} lists of {config.depth}"
-        known = baseline if baseline in self._reports else None
-        return metrics_table(self._reports, config.measures, baseline=known, title=title, seed=self._seed)
+    @property
+    def name(self) -> str:
+        """The collection's."""
+        return self._collection.name
+
+    def query_texts(self) -> dict[str, str]:
+        """query id -> text, for all queries of the split."""
+        return {query.id: query.text for query in self._collection.queries(self.config.split).values()}
+
+    @property
+    def title(self) -> str:
+        return f"{self._collection.name}, {self.config.split} split, {len(self.lists)} lists of {self.config.depth}"
+
+    def table(self, baseline: str | None = None, recorded: Sequence[str] = (), **options: Any) -> Table:
+        """All rows so far; the others are compared with `baseline`, if it is among them.
+
+        `recorded`: columns of what was recorded of each list; `options`: `metrics_table`'s.
+        """
+        return metrics_table(
+            self.reports,
+            self.config.measures,
+            baseline=baseline if baseline in self.reports else None,
+            recorded={
+                name: {row: recorded_values(found, name) for row, found in self.records.items()} for name in recorded
+            },
+            title=self.title,
+            seed=self._seed,
+            **options,
+        )
 
     def write_table(self, path: Path, baseline: str | None = None) -> str:
         """The table as Markdown, also written to `path`."""

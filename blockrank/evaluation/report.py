@@ -31,6 +31,7 @@ def write_results(
     score_scale: str,
     baseline_name: str | None,
     paper: Mapping[str, float],
+    ranking_rule: str = RANKING_RULE,
 ) -> None:
     """Writes run, per-query values, table and, last, `results.json`: once that exists the evaluation is complete."""
     files = result.files
@@ -65,7 +66,7 @@ def write_results(
             "counts": result.counts,
             "extra": extra_totals(result.records),
             "timing": {**result.timing, "peak_memory_mib": _peak_memory_mib()},
-            "ranking_rule": RANKING_RULE,
+            "ranking_rule": ranking_rule,
             "below_depth": tail,
             "scores": {"scale": score_scale or _DEFAULT_SCALE, "range": result.score_range},
             "seed": seed,
@@ -74,7 +75,7 @@ def write_results(
             "git_commit": git_commit(),
             "versions": versions(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "files": {name: getattr(files, name).name for name in ("journal", "run", "per_query", "table")},
+            "files": {name: path.name for name, path in files.paths().items() if name != "results" and path.exists()},
         },
     )
 

@@ -73,19 +73,28 @@ def bootstrap_interval(
     values = _finite("values", values)
     if not 0 < confidence < 1:
         raise UserError(f"confidence={confidence}: a share between 0 and 1, e.g. 0.95")
-    _positive("samples", samples)
     if values.min() == values.max():
+        _positive("samples", samples)
         return float(values[0]), float(values[0])
+    means = bootstrap_means(values, samples=samples, seed=seed)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def bootstrap_means(
+    values: Sequence[float] | np.ndarray, *, samples: int = 10_000, seed: int | Sequence[int] = 0
+) -> np.ndarray:
+    """Means, float64 [samples], of as many samples with replacement of float [n] values."""
+    values = _finite("values", values)
+    _positive("samples", samples)
     rng = np.random.default_rng(seed)
     chunk = max(1, _CHUNK_VALUES // values.size)
-    means = np.concatenate(
+    return np.concatenate(
         [
             values[rng.integers(0, values.size, size=(min(chunk, samples - start), values.size))].mean(axis=1)
             for start in range(0, samples, chunk)
         ]
     )
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
 
 
 def holm_correction(p_values: Sequence[float] | np.ndarray) -> np.ndarray:

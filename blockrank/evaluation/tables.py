@@ -6,7 +6,7 @@ import csv
 import html
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,10 +14,12 @@ from typing import Literal
 from blockrank.errors import UserError
 from blockrank.evaluation.files import write_text
 from blockrank.evaluation.metrics import MetricsReport, parse_measure
+from blockrank.evaluation.recorded import recorded_columns, recorded_numbers
 from blockrank.evaluation.significance import bootstrap_interval, compare, holm_correction
 
 Format = Literal["markdown", "latex", "csv", "html"]
-_SUFFIXES: dict[str, Format] = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html"}
+SUFFIXES: dict[str, Format] = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html"}
+"""The suffix of a file for each format."""
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 _LATEX = {
@@ -43,18 +45,25 @@ _LATEX = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number with, where known, its interval, the number the paper gives, its p-value and significance marks."""
+    """A number with, where known, its interval, the number the paper gives, its p-value and significance marks.
+
+    `digits` after the point; None: the table's.
+    """
 
     value: float | int | str | None
     interval: tuple[float, float] | None = None
     paper: float | None = None
     p_value: float | None = None
     marks: str = ""
+    digits: int | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under named columns. A column that holds any paper's number gets a second column beside it."""
+    """Rows of cells under named columns.
+
+    A column that holds any paper's number gets a second column beside it; one that holds nothing else is that column.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Cell, ...]], ...]
@@ -78,9 +87,16 @@ class Table:
     def write(self, path: str | Path) -> None:
         """Writes the table atomically in the format of the file's suffix: .md, .tex, .csv or .html."""
         path = Path(path)
-        if path.suffix not in _SUFFIXES:
-            raise UserError(f"{path}: no table format for suffix {path.suffix!r}; one of {', '.join(_SUFFIXES)}")
-        write_text(path, self.render(_SUFFIXES[path.suffix]))
+        if path.suffix not in SUFFIXES:
+            raise UserError(f"{path}: no table format for suffix {path.suffix!r}; one of {', '.join(SUFFIXES)}")
+        write_text(path, self.render(SUFFIXES[path.suffix]))
+
+    def write_all(self, stem: str | Path) -> list[Path]:
+        """Writes the table in every format, to `stem` with the suffix of each; returns the files."""
+        paths = [Path(f"{stem}{suffix}") for suffix in SUFFIXES]
+        for path in paths:
+            self.write(path)
+        return paths
 
     def to_markdown(self) -> str:
         grid = [[_markdown(text) for text in row] for row in self._grid()]
@@ -137,29 +153,29 @@ class Table:
 
     def _grid(self) -> list[list[str]]:
         """Header and rows as plain text, papers' columns put in, nothing escaped yet."""
-        with_paper = [any(cells[i].paper is not None for _, cells in self.rows) for i in range(len(self.columns))]
-        header = [self.row_header]
-        for column, paper in zip(self.columns, with_paper, strict=True):
-            header += [column, f"{column} (paper)"] if paper else [column]
-        grid = [header]
-        for name, cells in self.rows:
-            row = [name]
-            for cell, paper in zip(cells, with_paper, strict=True):
-                row += [self._text(cell), self._number(cell.paper)] if paper else [self._text(cell)]
-            grid.append(row)
-        return grid
+        columns = [[cells[i] for _, cells in self.rows] for i in range(len(self.columns))]
+        header, texts = [self.row_header], [[name for name, _ in self.rows]]
+        for name, cells in zip(self.columns, columns, strict=True):
+            published = any(cell.paper is not None for cell in cells)
+            if not published or any(cell.value is not None for cell in cells):
+                header.append(name)
+                texts.append([self._text(cell) for cell in cells])
+            if published:
+                header.append(f"{name} (paper)")
+                texts.append([self._number(cell.paper, cell.digits) for cell in cells])
+        return [header, *map(list, zip(*texts, strict=True))]
 
     def _text(self, cell: Cell) -> str:
-        text = self._number(cell.value) + cell.marks
+        text = self._number(cell.value, cell.digits) + cell.marks
         if cell.interval is not None:
             low, high = cell.interval
-            text += f" [{self._number(low)}, {self._number(high)}]"
+            text += f" [{self._number(low, cell.digits)}, {self._number(high, cell.digits)}]"
         return text
 
-    def _number(self, value: float | int | str | None) -> str:
+    def _number(self, value: float | int | str | None, digits: int | None) -> str:
         if value is None:
             return "–"
-        return f"{value:.{self.digits}f}" if isinstance(value, float) else str(value)
+        return f"{value:.{self.digits if digits is None else digits}f}" if isinstance(value, float) else str(value)
 
 
 def metrics_table(
@@ -168,6 +184,7 @@ def metrics_table(
     *,
     baseline: str | None = None,
     paper: Mapping[str, Mapping[str, float]] | None = None,
+    recorded: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     intervals: bool = True,
     scale: float = 1.0,
     digits: int = 4,
@@ -180,12 +197,15 @@ def metrics_table(
 
     `baseline` names the row the others are tested against: † marks a paired randomisation test that rejects equality at
     `alpha` after Holm's correction over all tests of the table. `paper` is row -> measure -> the published number, on
-    the table's scale; `scale` multiplies our values (100 for percentages).
+    the table's scale; a row that is only there is shown without numbers of ours. `scale` multiplies our values (100 for
+    percentages), but not those of `recorded`: name -> row -> values by list, whose mean and deviation (or median) are
+    columns too.
     """
     if not reports:
         raise UserError("a table needs at least one row")
     names = [str(parse_measure(measure)) for measure in measures]
-    published = {row: {str(parse_measure(m)): float(v) for m, v in v.items()} for row, v in (paper or {}).items()}
+    recorded = recorded or {}
+    published = {row: canonical_names(numbers, recorded) for row, numbers in (paper or {}).items()}
     tested: dict[tuple[str, str], float] = {}
     if baseline is not None:
         if baseline not in reports:
@@ -198,6 +218,8 @@ def metrics_table(
         tested = dict(zip(pairs, holm_correction(raw).tolist(), strict=True))
 
     def cell(row: str, measure: str) -> Cell:
+        if row not in reports:
+            return Cell(None, paper=published[row].get(measure))
         report = reports[row]
         interval = None
         if intervals:
@@ -207,10 +229,22 @@ def metrics_table(
         marks = "†" if p_value is not None and p_value <= alpha else ""
         return Cell(report.means[measure] * scale, interval, published.get(row, {}).get(measure), p_value, marks)
 
-    rows = tuple(
-        (row, (*(cell(row, measure) for measure in names), Cell(report.counts.averaged), Cell(report.counts.missing)))
-        for row, report in reports.items()
-    )
+    def counts(row: str) -> tuple[Cell, Cell]:
+        found = reports[row].counts if row in reports else None
+        return (Cell(None), Cell(None)) if found is None else (Cell(found.averaged), Cell(found.missing))
+
+    def extra(row: str) -> list[Cell]:
+        numbers = published.get(row, {})
+        return [
+            cell
+            for name, values in recorded.items()
+            for cell in recorded_cells(name, values.get(row, ()), numbers.get(name))
+        ]
+
+    shown = {*names, *recorded}
+    known = [row for row in published if row not in reports and shown & published[row].keys()]
+    rows = tuple((row, (*(cell(row, m) for m in names), *extra(row), *counts(row))) for row in (*reports, *known))
+    columns = (*names, *(column for name in recorded for column in recorded_columns(name)), "queries", "missing")
     notes = []
     if intervals:
         notes.append(f"In brackets: 95 % bootstrap interval of the mean ({samples} samples, seed {seed}).")
@@ -219,7 +253,18 @@ def metrics_table(
             f"† differs from {baseline} (paired randomisation test, p <= {alpha} after Holm's correction over "
             f"{len(tested)} tests)."
         )
-    return Table((*names, "queries", "missing"), rows, title=title, notes=tuple(notes), digits=digits)
+    return Table(columns, rows, title=title, notes=tuple(notes), digits=digits)
+
+
+def recorded_cells(name: str, values: Sequence[float], paper: float | None = None) -> tuple[Cell, ...]:
+    """Cells under `recorded_columns(name)`; a paper's number is that of the first."""
+    first, *rest = recorded_numbers(name, values)
+    return Cell(first, paper=paper, digits=3), *(Cell(number, digits=3) for number in rest)
+
+
+def canonical_names(numbers: Mapping[str, float], recorded: Container[str] = ()) -> dict[str, float]:
+    """Numbers by the canonical names of measures; those of `recorded` keep theirs."""
+    return {name if name in recorded else str(parse_measure(name)): float(v) for name, v in numbers.items()}
 
 
 def _csv_parts(cell: Cell) -> dict[str, float | int | str | None]:

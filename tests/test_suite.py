@@ -1,0 +1,272 @@
+"""Several rows, collections and depths in one evaluation, runs of other systems, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eval_helpers import beir_folder, evaluate, on
+
+from blockrank.config import build, compose
+from blockrank.data.trec import read_run
+from blockrank.errors import UserError
+from blockrank.evaluation import suite
+from blockrank.evaluation.metrics import evaluate as measure
+from blockrank.evaluation.settings import EvalConfig
+from blockrank.evaluation.significance import bootstrap_interval, bootstrap_means
+from blockrank.prompts.template import PromptTemplate
+from blockrank.types import CandidateList, ListScores
+
+LN = 1 / np.log2(3)
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    return beir_folder(tmp_path / "animals")
+
+
+class ByLength:
+    """Longer documents first, in place of a model."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name or "attention"
+
+    def score(self, lists: list[CandidateList]) -> list[ListScores]:
+        return [
+            ListScores(
+                np.array([len(document.text) for document in one.documents], np.float32),
+                np.zeros(len(one), bool),
+                tokens=len(one),
+                extra={"length": float(len(one.query.text))},
+            )
+            for one in lists
+        ]
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "open_ranker", lambda config: ByLength(config.name))
+    monkeypatch.setattr(suite, "ranker_identity", lambda ranker: {"name": ranker.name})
+
+
+def external(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line} other\n" for line in lines))
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def test_a_run_of_another_system_is_a_row_under_the_same_rules(animals: Path, tmp_path: Path):
+    """q1: d1 is second by the rule for ties (d2 goes first). q2: d2 is third, below the cut. q3: d4 is first."""
+    run = external(
+        tmp_path / "other.trec",
+        *("q1 Q0 d1 1 2", "q1 Q0 d2 2 2", "q1 Q0 d3 3 1"),
+        *("q2 Q0 d2 9 1", "q2 Q0 d3 1 3", "q2 Q0 d1 1 2"),
+        *("q3 Q0 d4 1 0.5", "q9 Q0 d1 1 1"),
+    )
+    (held_out,), text = evaluate(tmp_path / "out", *on(animals), f"runs=[{run}]", "depth=2")
+    assert list(held_out.reports) == ["first stage", "other"]
+    folder = tmp_path / "out/eval"
+    results = json.loads((folder / "other/results.json").read_text())
+    assert results["metrics"]["means"] == pytest.approx({"P@1": 1 / 3, "nDCG@10": (LN + 0 + 1) / 3})
+    assert results["identity"]["run"] == str(run)
+    assert (results["counts"]["tied_documents"], results["counts"]["documents_below_depth_dropped"]) == (2, 2)
+    written = read_run(folder / "other/run.trec")
+    assert {query: list(ranking) for query, ranking in written.items()} == {
+        "q1": ["d2", "d1"],
+        "q2": ["d3", "d1"],
+        "q3": ["d4"],
+    }
+    assert measure(written, held_out.qrels, ["nDCG@10"]).means == pytest.approx({"nDCG@10": (LN + 1) / 3})
+    assert f"run (other): {folder / 'other/run.trec'}" in text
+    rows = rows_of(folder / "table.csv")
+    assert [(row["ranker"], row["queries"], row["missing"]) for row in rows] == [
+        ("first stage", "3", "1"),
+        ("other", "3", "0"),
+    ]
+    assert all((folder / f"table.{suffix}").is_file() for suffix in ("md", "tex", "csv", "html"))
+
+
+def test_a_run_is_measured_anew_each_time(animals: Path, tmp_path: Path):
+    run = external(tmp_path / "other.trec", "q1 Q0 d2 1 2", "q2 Q0 d2 1 2")
+    for lines, mean in ((None, 1 / 3), (["q1 Q0 d1 1 2", "q2 Q0 d2 1 2"], 2 / 3)):
+        if lines:
+            external(run, *lines)
+        (held_out,), _ = evaluate(tmp_path / "out", *on(animals), f"runs={{theirs: {run}}}")
+        assert held_out.reports["theirs"].means["P@1"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["x1 Q0 d1 1 2"], r"no query id of animals \(test\) is in .*other\.trec: animals \(test\) has 'q1'"),
+        (["q1 Q0 D1 1 2"], r"other\.trec: 1 documents are not in animals: 'D1'.*missing_documents=drop"),
+        (["q1 Q0 d1 1 2", "q1 Q0 d2 2 nan"], r"other\.trec:2: a score must be a finite number"),
+        (["q1 Q0 d1 1 2", "q1 Q0 d1 2 1"], r"other\.trec:2: document 'd1' is listed twice"),
+        (["q1 Q0 d3 1 2"], r"other\.trec: run and qrels have no document id in common"),
+        ([], r"other\.trec: the run is empty"),
+    ],
+)
+def test_foreign_and_broken_runs_are_refused(animals: Path, tmp_path: Path, lines: list[str], message: str):
+    run = external(tmp_path / "other.trec", *lines)
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path / "out", *on(animals), f"runs=[{run}]")
+
+
+def test_documents_outside_the_collection_are_dropped_when_asked(animals: Path, tmp_path: Path):
+    run = external(tmp_path / "other.trec", "q1 Q0 D9 1 3", "q1 Q0 d1 1 2")
+    (held_out,), _ = evaluate(tmp_path / "out", *on(animals), f"runs=[{run}]", "missing_documents=drop")
+    assert held_out.reports["other"].means["P@1"] == pytest.approx(1 / 3)
+    assert held_out.records["other"]["q1"].dropped_documents == 1
+
+
+def test_skipped_queries_must_be_the_same_for_a_run(animals: Path, tmp_path: Path):
+    run = external(tmp_path / "other.trec", "q1 Q0 d1 1 2")
+    with pytest.raises(
+        UserError, match=r"1 judged queries have a candidate list or are in the run.*'q2'.*missing=zero"
+    ):
+        evaluate(tmp_path / "out", *on(animals), f"runs=[{run}]", "missing=skip")
+
+
+def test_a_run_does_not_take_a_rankers_folder(animals: Path, tmp_path: Path):
+    run = external(tmp_path / "other.trec", "q1 Q0 d1 1 2")
+    (tmp_path / "out/eval/other").mkdir(parents=True)
+    (tmp_path / "out/eval/other/scores.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"scores\.jsonl exists: the folder is that of a ranker"):
+        evaluate(tmp_path / "out", *on(animals), f"runs=[{run}]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runs=[a/x.trec,b/x.trec]"], "config key runs: two runs are called 'x'"),
+        (["runs={first stage: x.trec}"], "config key runs: .* is the name of the first stage's own row"),
+        (["runs={A: x.trec,a: y.trec}"], "config key runs: 'A' and 'a' would have one folder"),
+        (["runs=[nowhere.trec]"], r"nowhere\.trec: no such run file"),
+        (["runs=[]"], "config key runs: .* is empty"),
+        (
+            ["rows={a: {checkpoint: nowhere}, b: {checkpoint: lost}}"],
+            "row 'a': nowhere: no such.*row 'b': lost: no such",
+        ),
+        (["rows={a: {dtype: float32}}"], "row 'a': give checkpoint="),
+        (["rows={a: {checkpoint: x, model: tiny}}"], r"rows\.a\.model: .*not both"),
+        (
+            ["rows={a: {model: tyni}}"],
+            r"config key rows\.a\.model: 'tyni' is no choice; model is one of hf, mistral_7b",
+        ),
+        (["rows={a: {model: tiny, prompt: papre}}"], "papre.* no such prompt template"),
+        (["rows={a: {model: tiny, ranker: gen}}"], r"rows\.a\.ranker: 'gen' is no choice; ranker is one of attention"),
+        (["rows={a: {model: tiny, colour: red}}"], r"unknown config key rows\.a\.colour"),
+        (["rows={a: {model: tiny}}", "name=b"], "config key name: 'b', but the keys of `rows`"),
+        (["rows={a: {model: tiny}}", "against=c"], "config key against: 'c' is no row; rows are a, first stage"),
+        (["rows={table.csv: {model: tiny}}"], "config key rows: 'table.csv' cannot name a row"),
+        (["model=tiny", "collections={a/b: {depth: 3}}"], "config key collections: 'a/b' cannot name"),
+        (["model=tiny", "depths=[0]"], "config key depths: 0 must be at least 1"),
+        (["model=tiny", "depths=[1]", "depth=2"], "config key depth: 2, but `depths`"),
+        (["model=tiny", "paper={a: {P@1: 29.1}}"], "config key paper: a: P@1: 29.1 is above 1; .*percent=true"),
+        (["rows={a: {model: tiny}}", "runs={a: x.trec}"], "runs: 'a' is the name of a ranker's row too"),
+        ([], "give checkpoint=.*runs="),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_scored(
+    animals: Path, tmp_path: Path, overrides: list[str], message: str
+):
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path / "out", *on(animals), *overrides)
+    assert not list(tmp_path.rglob("results.json"))
+
+
+def test_a_collection_without_data_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match="collection 'fiqa': data: which collection"):
+        evaluate(tmp_path / "out", "model=tiny", "collections={fiqa: {depth: 3}}")
+
+
+def test_rows_have_their_own_values_in_place_of_the_evaluations():
+    overrides = [
+        "checkpoint=base",
+        "dtype=bfloat16",
+        "ranker=attention",
+        "ranker.score_layer=3",
+        "rows={a: {}, b: {checkpoint: other, dtype: float32}, c: {model: tiny, ranker: generative}, d: null,"
+        " e: {prompt: paper_query_free, ranker: {kind: attention, visibility: dense}, limits: {document_tokens: 7}}}",
+    ]
+    rows = build(EvalConfig, compose("eval", overrides)).ranker_configs()
+    assert list(rows) == ["a", "b", "c", "e"]
+    assert (rows["a"].checkpoint, rows["a"].dtype, rows["a"].name) == ("base", "bfloat16", "a")
+    assert rows["a"].ranker is not None
+    assert rows["a"].ranker.score_layer == 3
+    assert (rows["b"].checkpoint, rows["b"].dtype) == ("other", "float32")
+    assert rows["c"].checkpoint is None
+    assert rows["c"].model is not None
+    assert rows["c"].model.kind == "random"
+    assert rows["c"].ranker.kind == "generative"
+    assert rows["c"].ranker.beams == 10
+    assert (
+        PromptTemplate.from_config(rows["e"].prompt).fingerprint
+        == PromptTemplate.from_yaml("paper_query_free").fingerprint
+    )
+    assert (rows["e"].ranker.visibility, rows["e"].limits.document_tokens) == ("dense", 7)
+
+
+def test_collections_and_depths_make_cases():
+    overrides = ["checkpoint=x", "depths=[10,20]", "collections={a: {split: dev}, b: null, c: {max_queries: 5}}"]
+    cases = build(EvalConfig, compose("eval", overrides)).cases()
+    found = [(name, case.split, case.depth, case.max_queries) for name, case in cases.items()]
+    assert found == [
+        ("a N=10", "dev", 10, None),
+        ("a N=20", "dev", 20, None),
+        ("c N=10", None, 10, 5),
+        ("c N=20", None, 20, 5),
+    ]
+
+
+@pytest.mark.usefixtures("no_model")
+def test_two_collections_two_rows_one_table(animals: Path, tmp_path: Path):
+    """The table of all has each collection's numbers, the average by hand, and the paper's beside them."""
+    other = beir_folder(tmp_path / "beasts")
+    (other / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td1\t1\n")
+    good = external(tmp_path / "good.trec", "q1 Q0 d1 1 2", "q2 Q0 d2 1 2", "q3 Q0 d4 1 1")
+    overrides = [
+        *on(animals),
+        "rows={ours: {model: tiny}}",
+        f"runs=[{good}]",
+        "collections={animals: {paper: {ours: {P@1: 50}, theirs: {P@1: 60}}},"
+        f" beasts: {{data: {{kind: beir, path: {other}}}, candidates: {other / 'run.trec'}}}}}",
+        "measures=[P@1]",
+        "percent=true",
+        "average=true",
+        "paper={theirs: {P@1: 61}}",
+    ]
+    held_out, text = evaluate(tmp_path / "out", *overrides)
+    folder = tmp_path / "out/eval"
+    assert [found.folder for found in held_out] == [folder / "animals", folder / "beasts"]
+    assert [list(found.runs) for found in held_out] == [["first stage", "good", "ours"]] * 2
+    rows = {row["collection"]: row for row in rows_of(folder / "table.csv")}
+    assert list(rows) == ["animals", "beasts", "average"]
+    assert float(rows["animals"]["first stage"]) == pytest.approx(100 / 3)
+    assert float(rows["beasts"]["first stage"]) == pytest.approx(100)
+    assert float(rows["average"]["first stage"]) == pytest.approx(200 / 3)
+    assert [float(rows[name]["good"]) for name in rows] == pytest.approx([100, 50, 75])
+    assert (rows["animals"]["ours paper"], rows["animals"]["theirs paper"], rows["average"]["theirs paper"]) == (
+        "50.0",
+        "60.0",
+        "61.0",
+    )
+    assert [rows[name]["queries"] for name in rows] == ["3", "2", ""]
+    assert "| collection | first stage | good | ours | ours (paper) | theirs (paper) | queries |" in text
+    assert {row["good p"] for row in rows.values()} == {"1.0", ""}  # 0.5 and 1, times four tests
+
+
+def test_the_average_interval_resamples_each_collection():
+    values = [np.array([0.0, 1, 1, 0, 1]), np.array([1.0, 1, 0])]
+    means = [bootstrap_means(v, samples=400, seed=3) for v in values]
+    rng = np.random.default_rng(3)
+    np.testing.assert_allclose(means[0], values[0][rng.integers(0, 5, size=(400, 5))].mean(axis=1))
+    low, high = np.quantile(means[0], [0.025, 0.975])
+    assert bootstrap_interval(values[0], samples=400, seed=3) == (low, high)
