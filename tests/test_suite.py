@@ -10,15 +10,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eval_helpers import beir_folder, evaluate, on
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blockrank.config import build, compose
 from blockrank.data.trec import read_run
 from blockrank.errors import UserError
 from blockrank.evaluation import suite
+from blockrank.evaluation.figures import Point
 from blockrank.evaluation.metrics import evaluate as measure
+from blockrank.evaluation.recorded import recorded_numbers, recorded_values
+from blockrank.evaluation.records import QueryRecord
+from blockrank.evaluation.scaling import published_points, scaling_points
 from blockrank.evaluation.settings import EvalConfig
 from blockrank.evaluation.significance import bootstrap_interval, bootstrap_means
+from blockrank.evaluation.strata import by_terciles, cut
+from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.attention import AttentionSettings
+from blockrank.rankers.generative import GenerativeSettings
 from blockrank.types import CandidateList, ListScores
 
 LN = 1 / np.log2(3)
@@ -29,8 +39,8 @@ def animals(tmp_path: Path) -> Path:
     return beir_folder(tmp_path / "animals")
 
 
-class ByLength:
-    """Longer documents first, in place of a model."""
+class ByLetter:
+    """The alphabet backwards, in place of a model: d2 ("dogs"), d3 ("cows"), d1 ("cats")."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name or "attention"
@@ -38,7 +48,7 @@ class ByLength:
     def score(self, lists: list[CandidateList]) -> list[ListScores]:
         return [
             ListScores(
-                np.array([len(document.text) for document in one.documents], np.float32),
+                np.array([256 * ord(d.text[0]) + ord(d.text[1]) for d in one.documents], np.float32),
                 np.zeros(len(one), bool),
                 tokens=len(one),
                 extra={"length": float(len(one.query.text))},
@@ -49,7 +59,7 @@ class ByLength:
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "open_ranker", lambda config: ByLength(config.name))
+    monkeypatch.setattr(suite, "open_ranker", lambda config: ByLetter(config.name))
     monkeypatch.setattr(suite, "ranker_identity", lambda ranker: {"name": ranker.name})
 
 
@@ -205,13 +215,15 @@ def test_rows_have_their_own_values_in_place_of_the_evaluations():
     assert rows["c"].checkpoint is None
     assert rows["c"].model is not None
     assert rows["c"].model.kind == "random"
-    assert rows["c"].ranker.kind == "generative"
-    assert rows["c"].ranker.beams == 10
+    assert rows["c"].ranker == GenerativeSettings(beams=10)
     assert (
         PromptTemplate.from_config(rows["e"].prompt).fingerprint
         == PromptTemplate.from_yaml("paper_query_free").fingerprint
     )
-    assert (rows["e"].ranker.visibility, rows["e"].limits.document_tokens) == ("dense", 7)
+    assert (rows["e"].ranker, rows["e"].limits) == (
+        AttentionSettings(visibility="dense"),
+        PromptLimits(document_tokens=7),
+    )
 
 
 def test_collections_and_depths_make_cases():
@@ -270,3 +282,96 @@ def test_the_average_interval_resamples_each_collection():
     np.testing.assert_allclose(means[0], values[0][rng.integers(0, 5, size=(400, 5))].mean(axis=1))
     low, high = np.quantile(means[0], [0.025, 0.975])
     assert bootstrap_interval(values[0], samples=400, seed=3) == (low, high)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_depths_give_points_of_quality_and_time(animals: Path, tmp_path: Path):
+    """At depth 1 lists hold d1 alone, which q1 wants; at depth 2 d2 comes first, which q2 wants."""
+    options = ["model=tiny", "depths=[1,2]", "recorded=[seconds,length]", "against=attention", "deltas=false"]
+    held_out, text = evaluate(tmp_path / "out", *on(animals), *options)
+    assert [found.folder.name for found in held_out] == ["N=1", "N=2"]
+    rows = {row["collection"]: row for row in rows_of(tmp_path / "out/eval/table.csv")}
+    assert float(rows["N=1 P@1"]["attention"]) == pytest.approx(1 / 3)
+    assert float(rows["N=2 P@1"]["attention"]) == pytest.approx(1 / 3)
+    assert float(rows["N=1 median seconds"]["attention"]) > 0
+    assert rows["N=1 median seconds"]["first stage"] == ""
+    assert (float(rows["N=1 length"]["attention"]), float(rows["N=1 length sd"]["attention"])) == (9.0, 0.0)
+    assert (tmp_path / "out/eval/scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "scaling.png" in text
+    points = [scaling_points(found, "attention", "P@1", 100, 0) for found in held_out]
+    assert [(point.depth, point.quality) for point in points] == [
+        (1, pytest.approx(100 / 3)),
+        (2, pytest.approx(100 / 3)),
+    ]
+    assert all(point.seconds is not None and point.seconds > 0 for point in points)
+    assert scaling_points(held_out[0], "first stage", "P@1", 1, 0).seconds is None
+
+
+def test_published_points_are_by_depth_and_row():
+    papers = {10: {"a": {"MRR@10": 1.0, "seconds": 0.5}, "b": {"P@1": 3.0}}, 50: {"a": {"RR@10": 2.0}}, 99: {}}
+    assert published_points(papers, "RR@10") == {"a": [Point(10, 1.0, None, 0.5), Point(50, 2.0)]}
+
+
+@pytest.mark.usefixtures("no_model")
+def test_deltas_are_sorted_and_carry_the_query(animals: Path, tmp_path: Path):
+    """With d2 first instead of d1, q2 wins and q1 loses; q3 has no list."""
+    evaluate(tmp_path / "out", *on(animals), "model=tiny", "measures=[P@1]")
+    rows = rows_of(tmp_path / "out/eval/deltas.csv")
+    assert [(row["query_id"], row["query"], float(row["difference"])) for row in rows] == [
+        ("q2", "who barks", 1.0),
+        ("q3", "who sings", 0.0),
+        ("q1", "who purrs", -1.0),
+    ]
+    assert {(row["ranker"], row["measure"]) for row in rows} == {("attention", "P@1")}
+    assert (tmp_path / "out/eval/deltas.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_strata_are_written_for_each_row(animals: Path, tmp_path: Path):
+    evaluate(tmp_path / "out", *on(animals), "model=tiny", "strata=true", "deltas=false")
+    rows = {row["stratum"]: row for row in rows_of(tmp_path / "out/eval/attention/strata.csv")}
+    what = "first-stage rank of the first relevant"
+    assert {name: (float(row["P@1"]), row["queries"]) for name, row in rows.items() if name.startswith(what)} == {
+        f"{what}: <= 1": (0.0, "1"),
+        f"{what}: > 1, <= 3": (1.0, "1"),
+        f"{what}: not in the list": (0.0, "1"),
+    }
+    assert (float(rows["all queries"]["P@1"]), rows["all queries"]["queries"]) == (pytest.approx(1 / 3), "3")
+    assert (tmp_path / "out/eval/first_stage/strata.html").is_file()
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1), st.integers(-5, 5), min_size=1),
+    st.lists(st.integers(-5, 5), min_size=1, max_size=4),
+)
+def test_strata_hold_each_query_once_and_by_its_value(values: dict[str, float], edges: list[float]):
+    def holds(name: str, value: float) -> bool:
+        return all(eval(f"{value} {part}", {}) for part in name.split(", "))
+
+    for strata in (cut(values, edges), by_terciles(values)):
+        assert sorted(query for queries in strata.values() for query in queries) == sorted(values)
+        assert all(queries for queries in strata.values())
+        assert all(holds(name, values[query]) for name, queries in strata.items() for query in queries)
+
+
+def test_terciles_are_of_about_one_size():
+    sizes = [len(queries) for queries in by_terciles({str(i): float(i) for i in range(90)}).values()]
+    assert len(sizes) == 3
+    assert all(28 <= size <= 32 for size in sizes)
+    assert list(by_terciles({"a": 2.0, "b": 2.0})) == ["<= 2"]
+
+
+def test_recorded_values_leave_out_what_was_not_read():
+    records = {
+        "a": QueryRecord(2, tokens=7, seconds=3.0, extra={"beams": 4.0}),
+        "b": QueryRecord(1, tokens=9, seconds=1.0, extra={"beams": 1.0}),
+        "c": QueryRecord(3, tokens=9, seconds=2.0),
+        "run": QueryRecord(2),
+        "empty": QueryRecord(0, tokens=1, seconds=9.0),
+    }
+    assert recorded_values(records, "seconds") == [3.0, 1.0, 2.0]
+    assert recorded_numbers("seconds", [3.0, 1.0, 2.0]) == (2.0,)
+    assert recorded_values(records, "beams") == [4.0, 1.0]
+    assert recorded_numbers("beams", [4.0, 1.0]) == (2.5, pytest.approx(np.std([4, 1], ddof=1)))
+    assert recorded_values(records, "nothing") == []
+    assert recorded_numbers("nothing", []) == (None, None)

@@ -24,8 +24,8 @@ def query_strata(lists: CandidateLists, qrels: Qrels, texts: Mapping[str, str]) 
     """The judged queries by words of the query, by number of relevant documents, and by the rank and the score that
     the first stage gave the best placed relevant document of the list.
 
-    Words, numbers and scores are cut at their terciles. A document is relevant with a grade above 0. There are no scores
-    where the first stage has none. Queries without a list, or without a relevant document in it, are `ABSENT`.
+    Words, numbers and scores are cut at their terciles. A document is relevant with a grade above 0. There are no
+    scores where the first stage has none. Queries without a list, or a relevant document in it, are `ABSENT`.
     `texts`: query id -> its text.
     """
     judged = {query: grades for query, grades in qrels.items() if grades}
