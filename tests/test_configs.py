@@ -99,7 +99,15 @@ def test_every_file_of_every_group_composes_and_is_read_to_the_last_key(group, n
         assert isinstance(config.model.decoder_config(), DecoderConfig)
 
 
-@pytest.mark.parametrize("name", names("exp"))
+RECIPES = [name for name in names("exp") if f"train +exp={name}" in (config_dir() / "exp" / f"{name}.yaml").read_text()]
+"""Experiments that train; test_paper_tables.py has those that compare what was trained."""
+
+
+def test_the_recipes_are_these():
+    assert RECIPES == ["adapt", "msmarco", "nq", "quickstart", "smollm2_msmarco"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("command", ["train", "eval", "aot", "analyze"])
 def test_every_experiment_composes_and_says_what_it_is(command, name):
     build(SCHEMAS[command], compose(command, [f"+exp={name}", *NEEDED.get(f"exp/{name}", ())]))
@@ -354,7 +362,7 @@ def test_the_command_resolves_paths_from_its_start_folder_and_leaves_nothing_the
         (["+optimizer.lr=1"], "unknown config key optimizer.lr"),
         (["data=beir"], "data.path"),
         (["data=beirr"], "error: data=beirr: no such choice; data is one of beir, beir_folder, hf, icr, "),
-        (["+exp=qickstart"], "error: exp=qickstart: no such choice; exp is one of adapt, msmarco, nq, quickstart"),
+        (["+exp=qickstart"], "error: exp=qickstart: no such choice; exp is one of adapt, beam_entropy, beir, "),
         (["exp=quickstart"], "Could not override 'exp'"),
         (["trainer.total_steps=0", "model=tiny"], "config key trainer.total_steps: 0 must be at least 1"),
     ],

@@ -226,6 +226,23 @@ def test_rows_have_their_own_values_in_place_of_the_evaluations():
     )
 
 
+def test_a_collection_may_change_rows():
+    overrides = [
+        "dtype=float32",
+        "rows={a: {checkpoint: base, preset: paper}, b: {checkpoint: base}, c: null}",
+        "collections={x: {}, y: {rows: {a: {checkpoint: other}, b: null, c: {}}}, z: {rows: {a: {model: tiny}}}}",
+    ]
+    cases = build(EvalConfig, compose("eval", overrides)).cases()
+    found = {name: case.ranker_configs() for name, case in cases.items()}
+    assert {name: list(rows) for name, rows in found.items()} == {"x": ["a", "b"], "y": ["a"], "z": ["a", "b"]}
+    assert [found[name]["a"].checkpoint for name in "xyz"] == ["base", "other", None]
+    assert [found[name]["a"].preset for name in "xyz"] == ["paper"] * 3
+    assert found["z"]["a"].model is not None
+    assert found["x"]["b"].source() == found["z"]["b"].source() != found["x"]["a"].source()
+    with pytest.raises(UserError, match=r"collections\.x\.rows='d' is none of `rows`: a, b"):
+        build(EvalConfig, compose("eval", [overrides[1], "collections={x: {rows: {d: {}}}}"])).cases()
+
+
 def test_collections_and_depths_make_cases():
     overrides = ["checkpoint=x", "depths=[10,20]", "collections={a: {split: dev}, b: null, c: {max_queries: 5}}"]
     cases = build(EvalConfig, compose("eval", overrides)).cases()

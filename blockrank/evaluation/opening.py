@@ -20,7 +20,7 @@ from blockrank.training.initial import PretrainedModel, model_path
 
 def check_models(configs: Iterable[EvalConfig]) -> None:
     """Raises one `UserError` for all rows whose checkpoint or model is not there, before any is loaded."""
-    problems = []
+    problems: list[tuple[str | None, str]] = []
     for config in configs:
         path = config.checkpoint
         if path is None and isinstance(config.model, PretrainedModel):
@@ -32,10 +32,11 @@ def check_models(configs: Iterable[EvalConfig]) -> None:
                 model_path(path)
         except UserError as error:
             problems.append((config.name, str(error)))
-    if len(problems) == 1 and problems[0][0] is None:
+    if problems and problems[0][0] is None:
         raise UserError(problems[0][1])
     if problems:
-        raise UserError("; ".join(f"row {name!r}: {problem}" for name, problem in problems))
+        told = "; ".join(f"row {name!r}: {problem}" for name, problem in dict.fromkeys(problems))
+        raise UserError(f"{told} (leave a row out with rows.<name>=null)")
 
 
 def open_ranker(config: EvalConfig) -> ModelRanker:

@@ -56,17 +56,18 @@ class RowConfig:
     ranker: RankerSettings | str | None = None
     limits: PromptLimits | None = None
     readout: Path | None = None
-    batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size")
         if self.checkpoint is not None and self.model is not None:
             raise FieldError("model", "a row has a checkpoint or a model, not both")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseConfig:
-    """One collection among several: its own values of the evaluation's keys; null leaves them as they are."""
+    """One collection among several: its own values of the evaluation's keys; null leaves them as they are.
+
+    `rows`: what rows have on this collection alone, key by key (null: no such row).
+    """
 
     data: CollectionConfig | None = None
     split: str | None = None
@@ -79,7 +80,7 @@ class CaseConfig:
     tail: Literal["drop", "keep"] | None = None
     missing: Literal["zero", "skip"] | None = None
     missing_documents: Literal["error", "drop"] | None = None
-    limits: PromptLimits | None = None
+    rows: dict[str, RowConfig | None] | None = None
     runs: dict[str, Path] | tuple[Path, ...] | None = None
     paper: Published | None = None
 
@@ -200,6 +201,11 @@ class EvalConfig(TrainingSections):
             return {self.name: self} if self.checkpoint is not None or self.model is not None else {}
         return {name: self._with_row(name, row) for name, row in self.rows.items() if row is not None}
 
+    def source(self) -> tuple[Any, ...]:
+        """What decides which ranker is opened; equal for equal rankers."""
+        own = (f.name for f in fields(RowConfig))
+        return (self.name, self.seed, self.mesh, *(repr(getattr(self, name)) for name in own))
+
     def _with_row(self, name: str, row: RowConfig) -> EvalConfig:
         given = _given(row)
         key = f"rows.{name}"
@@ -218,7 +224,9 @@ class EvalConfig(TrainingSections):
         if self.collections is not None:
             plain = replace(self, collections=None, paper=None)
             found = {
-                name: replace(plain, **_given(case)) for name, case in self.collections.items() if case is not None
+                name: replace(plain, **{**_given(case), "rows": self._rows_on(name, case)})
+                for name, case in self.collections.items()
+                if case is not None
             }
         if self.depths is None:
             return found
@@ -228,12 +236,28 @@ class EvalConfig(TrainingSections):
             for depth in self.depths
         }
 
+    def _rows_on(self, name: str, case: CaseConfig) -> dict[str, RowConfig | None] | None:
+        """The rows as one collection has them."""
+        rows = dict(self.rows or {})
+        for row, own in (case.rows or {}).items():
+            if row not in rows:
+                raise FieldError(f"collections.{name}.rows", f"{row!r} is none of `rows`: {', '.join(rows) or 'none'}")
+            whole = rows[row]
+            rows[row] = None if own is None or whole is None else _merged(whole, own)
+        return rows if self.rows is not None else None
+
     def check_against(self) -> None:
         """Raises `UserError` where no row has the name `against`."""
         known = {FIRST_STAGE, *self.run_files, *(name for name in self.ranker_configs() if name)}
         known |= {name for case in self.cases().values() for name in case.run_files}
         if self.against is not None and self.rows is not None and self.against not in known:
             raise UserError(f"config key against: {self.against!r} is no row; rows are {', '.join(sorted(known))}")
+
+
+def _merged(row: RowConfig, own: RowConfig) -> RowConfig:
+    """`row` with the values that `own` gives; a checkpoint takes the place of a model and the other way round."""
+    source = {"checkpoint": None, "model": None} if own.checkpoint is not None or own.model is not None else {}
+    return replace(row, **{**source, **_given(own)})
 
 
 def _given(settings: RowConfig | CaseConfig) -> dict[str, Any]:

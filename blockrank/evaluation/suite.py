@@ -45,32 +45,36 @@ def evaluate_rows(config: EvalConfig, console: Console) -> list[HeldOut]:
     """Measures all rows on all collections, prints the tables and where the files are.
 
     Whatever of the configuration can be wrong is found before anything is scored: collections, runs and the first
-    ranker are opened, and the others' files looked for. A ranker is loaded once, for all collections.
+    ranker are opened, and the others' files looked for. A ranker that is the same on all collections is loaded once.
     """
-    rows, named = config.ranker_configs(), config.cases()
-    _check(config, list(rows), named)
-    check_models(rows.values())
-    opened = list(rows.items())
-    ranker = open_ranker(opened[0][1]) if opened else None
-    cases = [_open(name, case, config.output_dir / "eval") for name, case in named.items()]
-    for case in cases:
+    named = config.cases()
+    rankers = {name: case.ranker_configs() for name, case in named.items()}
+    _check(config, named, rankers)
+    rows = list(dict.fromkeys(row for found in rankers.values() for row in found))
+    plan = [(name, rankers[name][row]) for row in rows for name in named if row in rankers[name]]
+    check_models([row for _, row in plan])
+    opened = plan[0][1] if plan else None
+    ranker = None if opened is None else open_ranker(opened)
+    cases = {name: _open(name, case, config.output_dir / "eval") for name, case in named.items()}
+    for case in cases.values():
         if case.config.baseline:
             case.held_out.measure_first_stage(case.lists, **case.recorded)
         for row, path in case.config.run_files.items():
             case.held_out.measure_run(row, path, **case.recorded)
-    for index, (name, row) in enumerate(opened):
-        if index:
+    identity = None
+    for name, row in plan:
+        if opened is None or row.source() != opened.source():
             ranker = None  # lets go of the weights before the next ones are read
-            ranker = open_ranker(row)
+            ranker, opened, identity = open_ranker(row), row, None
         assert ranker is not None
-        identity = ranker_identity(ranker)
-        for case in cases:
-            case.held_out.measure(name or ranker.name, ranker, {**case.lists, **identity}, **case.recorded)
-    for case in cases:
+        identity = identity or ranker_identity(ranker)
+        case = cases[name]
+        case.held_out.measure(row.name or ranker.name, ranker, {**case.lists, **identity}, **case.recorded)
+    for case in cases.values():
         _write_case(case, console)
     if config.collections is not None or config.depths is not None:
-        _write_summary(config, cases, console)
-    return [case.held_out for case in cases]
+        _write_summary(config, list(cases.values()), console)
+    return [case.held_out for case in cases.values()]
 
 
 def _write_summary(config: EvalConfig, cases: list[Case], console: Console) -> None:
@@ -93,9 +97,11 @@ def _write_summary(config: EvalConfig, cases: list[Case], console: Console) -> N
         console.print(f"figure: {target}", markup=False)
 
 
-def _check(config: EvalConfig, rows: list[str | None], cases: dict[str | None, EvalConfig]) -> None:
+def _check(
+    config: EvalConfig, cases: dict[str | None, EvalConfig], rankers: dict[str | None, dict[str | None, EvalConfig]]
+) -> None:
     """Raises `UserError` for what is amiss without a look at any file's content."""
-    if not rows and not any(case.run_files for case in cases.values()):
+    if not any(rankers.values()) and not any(case.run_files for case in cases.values()):
         raise UserError(
             "give checkpoint=<training run or model folder>, model=<name in configs/model> or runs=[<TREC run>, ...]"
         )
@@ -106,7 +112,7 @@ def _check(config: EvalConfig, rows: list[str | None], cases: dict[str | None, E
                 f"{where}data: which collection? Give data=beir_folder data.path=..., ir_datasets, icr, hf or pydocs"
             )
         for row, run in case.run_files.items():
-            if row in rows:
+            if row in rankers[name]:
                 raise UserError(f"runs: {row!r} is the name of a ranker's row too: choose another")
             if not run.is_file():
                 raise UserError(f"runs: {run}: no such run file")
