@@ -288,6 +288,8 @@ def test_two_collections_two_rows_one_table(animals: Path, tmp_path: Path):
         "61.0",
     )
     assert [rows[name]["queries"] for name in rows] == ["3", "2", ""]
+    config = json.loads((folder / "beasts/ours/results.json").read_text())["config"]
+    assert (config["name"], config["model"]["kind"], config["data"]["path"]) == ("ours", "random", str(other))
     assert "| collection | first stage | good | ours | ours (paper) | theirs (paper) | queries |" in text
     assert {row["good p"] for row in rows.values()} == {"1.0", ""}  # 0.5 and 1, times four tests
 

@@ -36,9 +36,9 @@ class Case:
         """What decides which lists are scored."""
         return {"data": to_plain(self.config.data), **self.held_out.config.identity()}
 
-    @property
-    def recorded(self) -> dict[str, Any]:
-        return {"overwrite": self.config.overwrite, "config": to_plain(self.config)}
+    def recorded(self, row: EvalConfig | None = None) -> dict[str, Any]:
+        """What is written with a row: the configuration, a ranker's own where it is one."""
+        return {"overwrite": self.config.overwrite, "config": to_plain(row or self.config)}
 
 
 def evaluate_rows(config: EvalConfig, console: Console) -> list[HeldOut]:
@@ -58,9 +58,9 @@ def evaluate_rows(config: EvalConfig, console: Console) -> list[HeldOut]:
     cases = {name: _open(name, case, config.output_dir / "eval") for name, case in named.items()}
     for case in cases.values():
         if case.config.baseline:
-            case.held_out.measure_first_stage(case.lists, **case.recorded)
+            case.held_out.measure_first_stage(case.lists, **case.recorded())
         for row, path in case.config.run_files.items():
-            case.held_out.measure_run(row, path, **case.recorded)
+            case.held_out.measure_run(row, path, **case.recorded())
     identity = None
     for name, row in plan:
         if opened is None or row.source() != opened.source():
@@ -69,7 +69,9 @@ def evaluate_rows(config: EvalConfig, console: Console) -> list[HeldOut]:
         assert ranker is not None
         identity = identity or ranker_identity(ranker)
         case = cases[name]
-        case.held_out.measure(row.name or ranker.name, ranker, {**case.lists, **identity}, **case.recorded)
+        case.held_out.measure(row.name or ranker.name, ranker, {**case.lists, **identity}, **case.recorded(row))
+    if config.against is not None and not any(config.against in case.held_out.reports for case in cases.values()):
+        log.warning("against: no row is called %r: nothing is tested or compared", config.against)
     for case in cases.values():
         _write_case(case, console)
     if config.collections is not None or config.depths is not None:
