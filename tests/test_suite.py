@@ -180,6 +180,11 @@ def test_a_run_does_not_take_a_rankers_folder(animals: Path, tmp_path: Path):
         (["model=tiny", "depths=[0]"], "config key depths: 0 must be at least 1"),
         (["model=tiny", "depths=[1]", "depth=2"], "config key depth: 2, but `depths`"),
         (["model=tiny", "paper={a: {P@1: 29.1}}"], "config key paper: a: P@1: 29.1 is above 1; .*percent=true"),
+        (
+            ["model=tiny", "depths=[1]", "paper={a: {P@1: 0.3}}"],
+            r"config key paper: is of the average here: set average=true",
+        ),
+        (["model=tiny", "paper={a: {P@one: 0.3}}"], r"config key paper: a: unknown measure 'P@one'"),
         (["rows={a: {model: tiny}}", "runs={a: x.trec}"], "runs: 'a' is the name of a ranker's row too"),
         ([], "give checkpoint=.*runs="),
     ],
@@ -292,6 +297,30 @@ def test_two_collections_two_rows_one_table(animals: Path, tmp_path: Path):
     assert (config["name"], config["model"]["kind"], config["data"]["path"]) == ("ours", "random", str(other))
     assert "| collection | first stage | good | ours | ours (paper) | theirs (paper) | queries |" in text
     assert {row["good p"] for row in rows.values()} == {"1.0", ""}  # 0.5 and 1, times four tests
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_killed_evaluation_of_several_rows_continues(animals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed at the second list of the second row; then nothing is scored twice, and all is as if unbroken."""
+    options = [*on(animals), "rows={a: {model: tiny}, b: {model: tiny}}", "batch_size=1", "deltas=false"]
+    evaluate(tmp_path / "whole", *options)
+    score, seen = ByLetter.score, []
+
+    def killed(self: ByLetter, lists: list[CandidateList]) -> list[ListScores]:
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        seen.append(self.name)
+        return score(self, lists)
+
+    monkeypatch.setattr(ByLetter, "score", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tmp_path / "killed", *options)
+    assert seen == ["a", "a", "b"]
+    monkeypatch.setattr(ByLetter, "score", lambda self, lists: seen.append(self.name) or score(self, lists))
+    evaluate(tmp_path / "killed", *options)
+    assert seen == ["a", "a", "b", "b"]
+    for name in ("table.csv", "a/run.trec", "b/run.trec"):
+        assert (tmp_path / "killed/eval" / name).read_bytes() == (tmp_path / "whole/eval" / name).read_bytes()
 
 
 def test_the_average_interval_resamples_each_collection():

@@ -159,6 +159,9 @@ class EvalConfig(TrainingSections):
                 raise FieldError("depths", f"{depth} must be at least 1")
         if self.depth is not None and self.depths is not None:
             raise FieldError("depth", f"{self.depth}, but `depths` has the depths")
+        several = self.collections is not None or self.depths is not None
+        if several and self.paper and not self.average:
+            raise FieldError("paper", "is of the average here: set average=true, or give each of `collections` its own")
         for row, numbers in (self.paper or {}).items():
             self._check_published(row, numbers)
         _refuse("runs", self.run_files, check_row)
