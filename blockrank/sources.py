@@ -93,17 +93,24 @@ def _open_files(path: Path, dtype: jnp.dtype) -> Source:
 
 
 def build_ranker(
-    source: Source, settings: RankerSettings | None = None, *, mesh: Mesh | None = None, **options: Any
+    source: Source,
+    settings: RankerSettings | None = None,
+    *,
+    mesh: Mesh | None = None,
+    document_store: str | Path | None = None,
+    **options: Any,
 ) -> ModelRanker:
     """The ranker that `settings` asks for; None: an attention ranker as `make_ranker` makes it of the source alone.
 
     `options`: `template`, `preset`, `limits`, `name` and `weights` of `make_ranker`; for other kinds also `reading`,
     fields of their `ReadingSettings` that go before those in `settings`. Raises `UserError` for a mesh where the kind
-    runs on one device.
+    runs on one device, and for a document store where it is no attention ranker.
     """
     if isinstance(settings, AttentionSettings | None):
         given = None if settings is None else to_plain(settings)
-        return make_ranker(source, settings=given, mesh=mesh, **options)
+        return make_ranker(source, settings=given, mesh=mesh, document_store=document_store, **options)
+    if document_store is not None:
+        raise UserError(f"document_store: ranker={settings.kind} reads documents itself; leave it out")
     if mesh is not None:
         raise UserError(
             f"ranker={settings.kind} runs on one device and takes no mesh: set mesh=single, or leave it out"

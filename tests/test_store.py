@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_eval import collection as collection
+from test_eval import evaluate
 
 from blockrank.config import build, compose
 from blockrank.errors import UserError
@@ -39,6 +40,32 @@ def test_the_whole_collection_or_what_lists_hold(collection: Path, tmp_path: Pat
     assert make(collection, tmp_path / "lists", *listed).documents == 3
     keys = [set(json.loads((tmp_path / name / "00000.json").read_text())["keys"]) for name in ("all", "lists")]
     assert keys[1] < keys[0]
+
+
+def scores(row: Path) -> dict[tuple[str, str], float]:
+    lines = [line.split() for line in (row / "run.trec").read_text().splitlines()]
+    return {(fields[0], fields[2]): float(fields[4]) for fields in lines}
+
+
+def test_an_evaluation_with_a_store_is_the_one_without(collection: Path, tmp_path: Path) -> None:
+    """Two lists of the run's three documents, of which the store has two."""
+    two = collection / "two.trec"
+    two.write_text(
+        "".join(line for line in (collection / "run.trec").read_text().splitlines(True) if " d3 " not in line)
+    )
+    make(collection, tmp_path / "store", "prompt=brief_cacheable", "documents=lists", f"candidates={two}")
+    out = tmp_path / "out"
+    evaluate(collection, out, "prompt=brief_cacheable", "baseline=false")
+    options = ("prompt=brief_cacheable", "baseline=false", "name=stored", f"document_store={tmp_path / 'store'}")
+    evaluate(collection, out, *options)
+    found, expected = scores(out / "eval/stored"), scores(out / "eval/attention")
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx([expected[key] for key in found], abs=1e-5)
+    records = [json.loads(line) for line in (out / "eval/stored/per_query.jsonl").read_text().splitlines()]
+    counts = {"documents_stored": 2.0, "documents_computed": 1.0}
+    assert [record["extra"] for record in records if record["extra"]] == [counts] * 2
+    with pytest.raises(UserError, match="document_store: ranker=generative"):
+        evaluate(collection, out, "ranker=generative", f"document_store={tmp_path / 'store'}")
 
 
 def test_what_a_user_can_get_wrong_is_told(collection: Path, tmp_path: Path) -> None:

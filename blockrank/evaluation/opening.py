@@ -14,6 +14,7 @@ from blockrank.models.loading import weights_fingerprint
 from blockrank.parallel import open_mesh
 from blockrank.prompts.template import PromptTemplate
 from blockrank.rankers.probe import check_ranking
+from blockrank.rankers.stored_attention import kept_as
 from blockrank.sources import ModelRanker, Source, build_ranker, open_source
 from blockrank.training.initial import PretrainedModel, model_path
 
@@ -57,6 +58,7 @@ def open_ranker(config: EvalConfig) -> ModelRanker:
         name=config.name,
         weights=config.weights,
         mesh=open_mesh(config.mesh),
+        document_store=config.document_store,
     )
     if source.settings is not None:
         check_ranking(ranker)
@@ -70,4 +72,5 @@ def ranker_identity(ranker: ModelRanker) -> dict[str, Any]:
         "dtype": str(jnp.dtype(ranker.model.dtype)),
         "prompt": ranker.encoder.fingerprint,
         "ranker": to_plain(ranker.settings),
+        **kept_as(ranker),
     }

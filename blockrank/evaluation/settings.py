@@ -56,6 +56,7 @@ class RowConfig:
     ranker: RankerSettings | str | None = None
     limits: PromptLimits | None = None
     readout: Path | None = None
+    document_store: Path | None = None
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None and self.model is not None:
@@ -95,8 +96,9 @@ class EvalConfig(TrainingSections):
 
     `checkpoint` goes before `model`; `base` is where the base model of its adapters lies, if it has moved. Readout
     settings come from `ranker`, else `preset`, else the checkpoint, else the `paper` preset; a `readout` that was found
-    goes before all in score layer and signals. `name`: of the row and its folder, not the first stage's; null: the
-    ranker's kind. A key about lists that is null takes the value of the experiment's `test`, else a default.
+    goes before all in score layer and signals. `document_store`: a folder of documents that `blockrank.store` has read.
+    `name`: of the row and its folder, not the first stage's; null: the ranker's kind. A key about lists that is null
+    takes the value of the experiment's `test`, else a default.
 
     `rows`, `collections`: several rankers and collections, each by its name with what differs from the keys here (null:
     left out). `depths`: each collection at several depths. `runs`: TREC runs of other systems, measured as rows.
@@ -119,6 +121,7 @@ class EvalConfig(TrainingSections):
     ranker: RankerSettings | None = None
     limits: PromptLimits | None
     readout: Path | None
+    document_store: Path | None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     split: str | None
     candidates: str | None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from blockrank.rankers.attention import EMPTY_SCORE, AttentionRanker, AttentionS
 from blockrank.rankers.document_store import DocumentStore, Piece
 from blockrank.rankers.reading import Batch, unread
 from blockrank.rankers.readout import read_kept_scores
-from blockrank.types import CandidateList, ListScores
+from blockrank.types import CandidateList, ListScores, Ranker
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,14 @@ class StoredAttentionRanker(AttentionRanker):
             alone = replace(layout, **sliced, **rest, shape=shape)
             self._prefixes = key, self.store.reader.read_prefix(alone)
         return self._prefixes[1]
+
+
+def kept_as(ranker: Ranker) -> dict[str, Any]:
+    """What scores of a ranker with a store depend on beside those of one without, JSON-ready; nothing for others."""
+    if not isinstance(ranker, StoredAttentionRanker):
+        return {}
+    kept = ranker.store.reader.kept
+    return {"document_store": {"dtype": kept.dtype, "representative": kept.representative}}
 
 
 def _present(kept: Kept) -> list[np.ndarray]:
