@@ -11,7 +11,7 @@ import pytest
 from eval_helpers import beir_folder, on
 from rich.console import Console
 
-from blockrank.config import build, compose, to_plain
+from blockrank.config import build, compose
 from blockrank.data.collection import BeirConfig
 from blockrank.data.files import hash64
 from blockrank.errors import UserError
@@ -87,9 +87,10 @@ def test_the_chosen_queries_are_those_chosen_among_the_lists(collection: Path):
     "name", ["first_stage", "first stage", "First_Stage", "", " ", "..", "a/b", "/tmp/x", "a\\b", "c:x", "table.md"]
 )
 def test_names_that_are_no_rows_are_refused(name: str):
-    config = {**compose("eval", ["model=tiny"]), "name": name}
+    config = compose("eval", ["model=tiny"])
+    config.name = name
     with pytest.raises(UserError, match="config key name: "):
-        build(EvalConfig, {key: to_plain(value) for key, value in config.items() if key != "hydra"})
+        build(EvalConfig, config)
 
 
 def test_no_measures_are_an_error_that_names_the_key(collection: Path, tmp_path: Path):
