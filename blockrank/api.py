@@ -20,6 +20,7 @@ from blockrank.packing import Packing
 from blockrank.parallel import MeshConfig, open_mesh
 from blockrank.prompts.encode import LongDocuments
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.confidence import confidence_of, with_text
 from blockrank.rankers.generative import GenerativeSettings
 from blockrank.rankers.probe import check_language, check_ranking
 from blockrank.sources import RANKERS, RankerSettings, build_ranker, make_ranker, open_source
@@ -48,8 +49,9 @@ class RankedResult:
 class RankedResults:
     """A ranked list, best first.
 
-    `confidence` is the best document's share of the list's total score, in [0, 1]; None for an empty list or when
-    scores are not masses. Attention scores are relative to their list and do not compare across lists.
+    `confidence` is the best document's share of the list, in [0, 1]: of the attention mass, or of the probability where
+    scores are logarithms (`rankers.confidence`); of a `fallback`, that of its attention. None for a list without text
+    and for rankers whose scores are neither. Scores are relative to their list and do not compare across lists.
     """
 
     query: str
@@ -220,7 +222,6 @@ class Reranker:
     ) -> RankedResults:
         scores = check_scores(self.ranker.name, candidates, result)
         order = rerank_order(candidates, scores)[:top_k]
-        total = float(scores.sum())
         return RankedResults(
             query=candidates.query.text,
             results=tuple(
@@ -235,10 +236,17 @@ class Reranker:
                 )
                 for rank, i in enumerate(order, 1)
             ),
-            confidence=float(scores.max()) / total if len(scores) and scores.min() >= 0 and total > 0 else None,
+            confidence=self._confidence(candidates, result),
             query_truncated=result.query_truncated,
             truncated=int(result.truncated.sum()),
         )
+
+    def _confidence(self, candidates: CandidateList, result: ListScores) -> float | None:
+        if "confidence_max" in result.extra:
+            return result.extra["confidence_max"]
+        kind = getattr(self.ranker, "score_kind", None)
+        found = None if kind is None else confidence_of(result.scores[with_text(candidates.documents)], kind)
+        return None if found is None else found.max
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

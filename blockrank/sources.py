@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 from blockrank.config import to_plain
 from blockrank.errors import UserError
 from blockrank.models.decoder import Decoder, check_score_layer
-from blockrank.models.loading import load_decoder
+from blockrank.models.loading import cast_parameters, load_decoder
 from blockrank.models.quantize import check_weights, quantize_model
 from blockrank.paths import AnyPath, fetched
 from blockrank.prompts.encode import PromptEncoder, PromptLimits
 from blockrank.prompts.template import TEMPLATE_FILE, PromptTemplate
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.rankers.attention import PRESETS, AttentionRanker, AttentionSettings
+from blockrank.rankers.ensemble import EnsembleRanker, EnsembleSettings
+from blockrank.rankers.fallback import FallbackRanker, FallbackSettings
 from blockrank.rankers.generative import GenerativeRanker, GenerativeSettings
 from blockrank.rankers.listwise import ListwiseRanker, ListwiseSettings
 from blockrank.rankers.reading import ReadingSettings
@@ -32,13 +34,17 @@ from blockrank.training.saved_model import load_checkpoint_model
 
 log = logging.getLogger(__name__)
 
-RankerSettings: TypeAlias = AttentionSettings | GenerativeSettings | ListwiseSettings
+RankerSettings: TypeAlias = (
+    AttentionSettings | GenerativeSettings | ListwiseSettings | FallbackSettings | EnsembleSettings
+)
 """What a ranker over a model is made from; its `kind` says which ranker."""
-ModelRanker: TypeAlias = AttentionRanker | GenerativeRanker | ListwiseRanker
+ModelRanker: TypeAlias = AttentionRanker | GenerativeRanker | ListwiseRanker | FallbackRanker | EnsembleRanker
 RANKERS: dict[str, type[RankerSettings]] = {
     "attention": AttentionSettings,
     "generative": GenerativeSettings,
     "listwise": ListwiseSettings,
+    "fallback": FallbackSettings,
+    "ensemble": EnsembleSettings,
 }
 """The kinds of rankers, and the settings of each."""
 LISTWISE_PROMPTS = {"permutation": "rank_zephyr", "logits": "first"}
@@ -201,9 +207,38 @@ def make_listwise_ranker(
     return ListwiseRanker(_model(source, weights), encoder, settings, name or "listwise")
 
 
+def make_combined_ranker(
+    source: Source,
+    settings: FallbackSettings | EnsembleSettings,
+    *,
+    reading: Mapping[str, Any] | None = None,
+    template: PromptTemplate | None = None,
+    preset: str | None = None,
+    limits: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    weights: str | None = None,
+) -> FallbackRanker | EnsembleRanker:
+    """Both readouts of one set of weights. Prompts and attention are read as the mapping `reading` says, else
+    `settings.attention`, else as `make_ranker` takes it; decoding reads the same prompts."""
+    read = replace(settings.attention or _readout(source, preset), **(reading or {}))
+    if source.readout is not None:
+        read = replace(read, score_layer=source.readout.score_layer)
+    encoder = _encoder(source, template, preset, limits)
+    model = _model(source, weights)
+    model = cast_parameters(model, model.dtype)
+    decoding = ReadingSettings(**{f.name: getattr(read, f.name) for f in fields(ReadingSettings)})
+    attention = AttentionRanker(model, encoder, read, truncate=False)
+    generative = GenerativeRanker(model, encoder, GenerativeSettings(settings.beams, decoding))
+    if isinstance(settings, FallbackSettings):
+        return FallbackRanker(attention, generative, settings, name or settings.kind)
+    return EnsembleRanker(attention, generative, settings, name or settings.kind)
+
+
 _BUILDERS: dict[str, Callable[..., ModelRanker]] = {
     "generative": make_generative_ranker,
     "listwise": make_listwise_ranker,
+    "fallback": make_combined_ranker,
+    "ensemble": make_combined_ranker,
 }
 """What makes the rankers that run on one device of a source and their settings."""
 

@@ -93,7 +93,8 @@ class ListScores:
     """What a ranker says of one candidate list, in the list's own order.
 
     `scores` float32 [N], higher is better; `truncated` bool [N] flags documents whose text was cut; `tokens` counts the
-    real (unpadded) tokens read for the list.
+    real (unpadded) tokens read for the list. `parts`: the float32 [N] scores of each readout, by its name, of a ranker
+    that has several.
     """
 
     scores: np.ndarray
@@ -101,6 +102,7 @@ class ListScores:
     query_truncated: bool = False
     tokens: int = 0
     extra: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Ranker(Protocol):

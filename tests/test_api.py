@@ -20,6 +20,7 @@ class LengthRanker:
     """Scores a document by the length of its text."""
 
     name = "length"
+    score_kind = "mass"
 
     def __init__(self) -> None:
         self.calls = 0

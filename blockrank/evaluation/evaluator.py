@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,9 @@ from blockrank.evaluation.metrics import (
     require_overlap,
 )
 from blockrank.evaluation.ranking import Tail, check_documents, check_scores, rerank, select, without_self
-from blockrank.evaluation.records import EvaluationResult, ScoredLists
+from blockrank.evaluation.records import EvaluationResult, ScoredDocuments, ScoredLists
 from blockrank.evaluation.report import write_results
+from blockrank.rankers.confidence import ScoreKind
 from blockrank.types import CandidateList, Qrels, Ranker, Run
 
 log = logging.getLogger(__name__)
@@ -105,6 +107,7 @@ class Evaluator:
         self.collection, self.config, self.seed = collection, dict(config or {}), seed
         self.overwrite, self.baseline, self.paper = overwrite, baseline, dict(paper or {})
         self.progress = progress
+        self._score_kind: ScoreKind | None = getattr(ranker, "score_kind", None)
         self._last_log = time.perf_counter()
         self._identity = {
             **(self.config if identity is None else identity),
@@ -209,6 +212,10 @@ class Evaluator:
         entries = []
         for head, result in zip(heads, results, strict=True):
             scores = check_scores(self.ranker.name, head, result)
+            parts = {
+                part: check_scores(f"{self.ranker.name}, {part}", head, dataclasses.replace(result, scores=values))
+                for part, values in result.parts.items()
+            }
             entries.append(
                 {
                     "query": head.query.id,
@@ -219,6 +226,7 @@ class Evaluator:
                     "tokens": int(result.tokens),
                     "seconds": seconds / len(heads),
                     "extra": {key: float(value) for key, value in result.extra.items() if np.isfinite(value)},
+                    **({"parts": {part: values.tolist() for part, values in parts.items()}} if parts else {}),
                 }
             )
         return entries
@@ -243,6 +251,9 @@ class Evaluator:
         record.tied_documents = ranking.tied_documents
         record.tokens, record.seconds = entry.get("tokens", 0), entry.get("seconds", 0.0)
         record.extra = dict(entry.get("extra", {}))
+        documents = ScoredDocuments.of(candidates, scores, entry.get("parts", {}))
+        scored.documents[candidates.query.id] = documents
+        record.confidence = None if self._score_kind is None else documents.confidence(self._score_kind)
         record.empty_documents = sum(document.is_empty for document in candidates.documents[: len(scores)])
         record.dropped_documents = len(candidates) - len(ranking.scores)
         if len(scores):
@@ -262,7 +273,13 @@ class Evaluator:
             baseline = self._measure(self.baseline[1], qrels)
         counts, timing = scored.counts(), scored.timing(time.perf_counter() - started)
         span = (scored.lowest, scored.highest) if scored.lowest <= scored.highest else None
-        result = EvaluationResult(self.name, run, report, baseline, scored.records, counts, timing, span, files)
+        result = EvaluationResult(
+            *(self.name, run, report, baseline, scored.records, counts, timing, span, files),
+            extra=scored.extra(),
+            qrels=qrels,
+            documents=scored.documents,
+            score_kind=self._score_kind,
+        )
         if files is not None:
             write_results(
                 result,

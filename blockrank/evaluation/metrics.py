@@ -211,7 +211,7 @@ def evaluate(
     if not averaged:
         raise UserError("no judged query is in the run and missing='skip' leaves them out: there is nothing to average")
     ranked = {query: {d: float(len(order) - i) for i, d in enumerate(order)} for query, order in present.items()}
-    per_query, means = _measure(parsed, {query: judged[query] for query in averaged}, ranked)
+    per_query, means = measure_ranked(parsed, {query: judged[query] for query in averaged}, ranked)
 
     top = [document in judged[query] for query, order in present.items() for document in order[:10]]
     counts = Counts(
@@ -245,7 +245,7 @@ def require_overlap(run: Mapping[str, Mapping[str, float]], judged: Qrels) -> No
 
 def check_measures(measures: Sequence[str], qrels: Qrels, run: Run) -> None:
     """Raises `UserError` for a measure that cannot be computed on this sample of what will be measured."""
-    _measure([parse_measure(name) for name in measures], qrels, run)
+    measure_ranked([parse_measure(name) for name in measures], qrels, run)
 
 
 def _no_overlap(kind: str, in_run: list[str], in_qrels: list[str]) -> str:
@@ -255,10 +255,10 @@ def _no_overlap(kind: str, in_run: list[str], in_qrels: list[str]) -> str:
     )
 
 
-def _measure(
+def measure_ranked(
     measures: list[ir_measures.Measure], qrels: Qrels, run: Run
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Per-query values (every query of the qrels, every measure) and their aggregates."""
+    """Per-query values (every query of the qrels, every measure) and their aggregates, of a run without ties."""
     values: dict[str, dict[str, float]] = {query: {str(m): float(m.DEFAULT) for m in measures} for query in qrels}
     for metric in _calculate(measures, qrels, run):
         if not math.isfinite(metric.value):

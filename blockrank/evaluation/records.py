@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
 
 from blockrank.evaluation.files import EvaluationFiles
 from blockrank.evaluation.metrics import MetricsReport
+from blockrank.rankers.confidence import ScoreKind, confidence_of, with_text
 from blockrank.types import CandidateList, Qrels, Run
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredDocuments:
+    """A ranker's float32 [n] scores, and those of its parts, for the scored documents of a list that have text."""
+
+    ids: tuple[str, ...]
+    scores: np.ndarray
+    parts: dict[str, np.ndarray]
+
+    @staticmethod
+    def of(candidates: CandidateList, scores: np.ndarray, parts: Mapping[str, Sequence[float]]) -> ScoredDocuments:
+        """Of the first len(scores) candidates."""
+        head = candidates.documents[: len(scores)]
+        readable = with_text(head)
+        ids = tuple(document.id for document, reads in zip(head, readable, strict=True) if reads)
+        return ScoredDocuments(
+            ids, scores[readable], {name: np.asarray(part, np.float32)[readable] for name, part in parts.items()}
+        )
+
+    def confidence(self, kind: ScoreKind) -> dict[str, float] | None:
+        """The fields of `Confidence`; None for a list without text."""
+        found = confidence_of(self.scores, kind)
+        return None if found is None else asdict(found)
+
+    def ranking(self, scores: np.ndarray | None = None) -> list[str]:
+        """Ids by score descending, ties in first-stage order."""
+        values = self.scores if scores is None else scores
+        return [self.ids[i] for i in np.argsort(-np.asarray(values, np.float64), kind="stable")]
 
 
 @dataclass
@@ -24,6 +56,7 @@ class QueryRecord:
     tokens: int = 0
     seconds: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
+    confidence: dict[str, float] | None = None
 
 
 class ScoredLists:
@@ -33,6 +66,7 @@ class ScoredLists:
         self.run: Run = {}
         self.records: dict[str, QueryRecord] = {}
         self.qrels: Qrels = {}
+        self.documents: dict[str, ScoredDocuments] = {}
         self.resumed = 0
         self.lowest, self.highest = float("inf"), float("-inf")
 
@@ -59,6 +93,12 @@ class ScoredLists:
             "tokens": sum(record.tokens for record in records),
         }
 
+    def extra(self) -> dict[str, dict[str, float]]:
+        """The ranker's own values (`ListScores.extra`) by name: total, mean, and how many lists have it."""
+        names = sorted({name for record in self.records.values() for name in record.extra})
+        found = {name: [r.extra[name] for r in self.records.values() if name in r.extra] for name in names}
+        return {n: {"total": sum(v), "mean": sum(v) / len(v), "lists": len(v)} for n, v in found.items()}
+
     def timing(self, wall_seconds: float) -> dict[str, float]:
         seconds = sum(record.seconds for record in self.records.values())
         timing = {"wall_seconds": wall_seconds, "scoring_seconds": seconds}
@@ -68,20 +108,12 @@ class ScoredLists:
         return timing
 
 
-def extra_totals(records: Mapping[str, QueryRecord]) -> dict[str, dict[str, float]]:
-    """Each of the rankers' own values (`ListScores.extra`): its total, and its mean over the lists that have it."""
-    values: dict[str, list[float]] = {}
-    for record in records.values():
-        for name, value in record.extra.items():
-            values.setdefault(name, []).append(value)
-    return {name: {"total": sum(some), "mean": sum(some) / len(some)} for name, some in values.items()}
-
-
 @dataclass(frozen=True)
 class EvaluationResult:
     """The run (in ranked order, scores strictly decreasing), its metrics, and what it took.
 
-    `report` is None when nothing is judged. `counts` and `timing` are the ones of `results.json`.
+    `report` is None when nothing is judged. `counts`, `timing` and `extra` are the ones of `results.json`. `qrels` are
+    what was measured against; `documents` has each list's scores as they were; `score_kind` is the ranker's, if any.
     """
 
     name: str
@@ -93,6 +125,10 @@ class EvaluationResult:
     timing: dict[str, float]
     score_range: tuple[float, float] | None
     files: EvaluationFiles | None
+    extra: dict[str, dict[str, float]] = field(default_factory=dict)
+    qrels: Qrels = field(default_factory=dict)
+    documents: dict[str, ScoredDocuments] = field(default_factory=dict)
+    score_kind: ScoreKind | None = None
 
     @property
     def means(self) -> dict[str, float]:

@@ -70,11 +70,11 @@ def preset_settings(preset: str, **overrides: Any) -> AttentionSettings:
 
 
 def score_program(
-    model: TruncatedDecoder, settings: AttentionSettings
+    model: Decoder | TruncatedDecoder, settings: AttentionSettings
 ) -> Callable[[nnx.State, TokenLayout], Float[Array, "B N"]]:
     """The jitted function (parameters, layout) -> scores of a model of this structure, which may be abstract."""
     graph = nnx.graphdef(model)
-    score_layer = model.config.num_layers
+    score_layer = settings.layer_of(model.config) if isinstance(model, Decoder) else model.config.num_layers
 
     def score(state: nnx.State, layout: TokenLayout) -> Float[Array, "B N"]:
         return attention_scores(
@@ -97,8 +97,11 @@ class AttentionRanker:
     compare across lists. Shapes are bucketed; a bucket compiles once. Weights are held in the model's `dtype`. The host
     prepares a batch while the device scores the one before.
 
-    With a `mesh`, the rows of each list are spread over its axis `doc`, lists over `data` and `fsdp`.
+    With a `mesh`, the rows of each list are spread over its axis `doc`, lists over `data` and `fsdp`. Without
+    `truncate` a whole decoder's weights stay as they are, to be shared with a ranker that decodes; scores are the same.
     """
+
+    score_kind = "mass"
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class AttentionRanker:
         settings: AttentionSettings | None = None,
         name: str = "attention",
         mesh: Mesh | None = None,
+        truncate: bool = True,
     ) -> None:
         self.name = name
         self.encoder = encoder
@@ -117,9 +121,10 @@ class AttentionRanker:
                 "the document: set it to 0, or limits.long_documents=truncate"
             )
         if isinstance(model, Decoder):
-            model = model.truncate(self.settings.layer_of(model.config))
-        cut, wanted = model.config.num_layers, self.settings.score_layer
-        if wanted not in (None, cut):
+            layer = self.settings.layer_of(model.config)
+            model = model.truncate(layer) if truncate else model
+        elif self.settings.score_layer not in (None, model.config.num_layers):
+            cut, wanted = model.config.num_layers, self.settings.score_layer
             raise UserError(f"score_layer={wanted}, but this model was truncated at layer {cut}")
         self.mesh = mesh
         if mesh is not None:
@@ -130,9 +135,9 @@ class AttentionRanker:
 
     def set_model(self, model: Decoder) -> None:
         """Score with another model of the same config from now on; nothing is compiled anew."""
-        self._set(model.truncate(self.model.config.num_layers))
+        self._set(model if isinstance(self.model, Decoder) else model.truncate(self.model.config.num_layers))
 
-    def _set(self, model: TruncatedDecoder) -> None:
+    def _set(self, model: Decoder | TruncatedDecoder) -> None:
         self.model = cast_parameters(model, model.dtype)
         self._state = nnx.state(self.model)
         if self.mesh is not None:

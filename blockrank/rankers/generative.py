@@ -53,9 +53,12 @@ class GenerativeRanker:
     """Scores candidate lists by the log-probability of each document's number as the answer.
 
     Documents that no beam reached tie below those that one did (`NOT_FOUND`). `extra` holds `beams`, how many were
-    found, and `first_digit_entropy`, `second_digit_entropy`: the entropies (bits) of the digits of their numbers.
+    found, `unreached`, how many were not, and `first_digit_entropy`, `second_digit_entropy`: the entropies (bits) of
+    the digits of the numbers found.
     Whole models only: the answer comes from the last block. One device.
     """
+
+    score_kind = "log"
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class GenerativeRanker:
         scores[places] = logp[reached].min() - NOT_FOUND
         scores[places[found[reached]]] = logp[reached]
         written = [str(numbers[int(place)]) for place in places[found[reached]]]
-        extra = {"beams": float(len(written))}
+        extra = {"beams": float(len(written)), "unreached": float(len(places) - len(written))}
         extra |= {f"{name}_digit_entropy": digit_entropy(written, i) for i, name in enumerate(("first", "second"))}
         return list_scores(segments, scores, tokens, **extra)
 
