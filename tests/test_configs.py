@@ -28,6 +28,7 @@ from blockrank.models.config import DecoderConfig
 from blockrank.prepare import PrepareConfig
 from blockrank.prompts.template import PromptTemplate
 from blockrank.store import StoreConfig
+from blockrank.stress import StressConfig
 from blockrank.train import check_measures
 from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
@@ -39,6 +40,7 @@ SCHEMAS = {
     "eval": EvalConfig,
     "prepare": PrepareConfig,
     "store": StoreConfig,
+    "stress": StressConfig,
     "train": TrainConfig,
 }
 NEEDED = {
@@ -108,7 +110,7 @@ def test_the_recipes_are_these():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("command", ["train", "eval", "aot", "analyze"])
+@pytest.mark.parametrize("command", ["train", "eval", "aot", "analyze", "stress"])
 def test_every_experiment_composes_and_says_what_it_is(command, name):
     build(SCHEMAS[command], compose(command, [f"+exp={name}", *NEEDED.get(f"exp/{name}", ())]))
     header = [line for line in (config_dir() / "exp" / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]

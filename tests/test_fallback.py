@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from eval_helpers import beir_folder, on
+from eval_helpers import evaluate as evaluated
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention_ranker import SETTINGS, decoder, encoder, listed, passages
 
 from blockrank.errors import FieldError, UserError
+from blockrank.evaluation import suite
 from blockrank.evaluation.evaluator import Evaluator
 from blockrank.evaluation.fallback_curve import curve_table, fallback_curves, write_fallback_curve
 from blockrank.evaluation.metrics import evaluate
+from blockrank.evaluation.records import extra_totals
 from blockrank.evaluation.tuning import ALPHAS, tune_alpha
 from blockrank.models.decoder import Decoder, TruncatedDecoder
 from blockrank.parallel import MeshConfig
@@ -210,7 +215,7 @@ def test_the_curve_is_what_each_threshold_gives(tmp_path) -> None:
             assert result.means == pytest.approx(point["means"])
             assert len(ranker.generative.asked) == point["decoded"]
             assert point["share"] == point["decoded"] / 5
-            assert result.extra["fallback"]["total"] == point["decoded"]
+            assert extra_totals(result.records)["fallback"]["total"] == point["decoded"]
         assert (points[0]["threshold"], points[-1]["threshold"]) == ("never", "always")
     assert curves["attention"] == pytest.approx(Evaluator(parts()[0], LISTS, measures=["P@1", "RR@10"]).run().means)
     decoded = evaluate({q: dict(zip(qrels[q], LOGS[q], strict=True)) for q in qrels}, qrels, ["P@1", "RR@10"])
@@ -260,7 +265,9 @@ MODEL_LISTS = [listed(*passages(4)), listed("", *passages(3, 1), query="another 
 
 @cache
 def ensemble() -> EnsembleRanker:
-    return build_ranker(source(), EnsembleSettings(0.3, beams=None))
+    ranker = build_ranker(source(), EnsembleSettings(0.3, beams=None))
+    assert isinstance(ranker, EnsembleRanker)
+    return ranker
 
 
 @cache
@@ -305,3 +312,108 @@ def test_both_readouts_share_the_weights() -> None:
 def test_a_mesh_is_refused() -> None:
     with pytest.raises(UserError, match="ranker=fallback runs on one device"):
         build_ranker(source(), FallbackSettings(), mesh=MeshConfig(doc=1))
+
+
+class ByText:
+    """Scores documents by their text."""
+
+    def __init__(self, name: str, kind: str | None, **scores: float) -> None:
+        self.name, self.score_kind, self.scores, self.asked = name, kind, scores, 0
+        self.settings, self.model, self.encoder = None, None, None
+
+    def score(self, lists):
+        self.asked += len(lists)
+        return [
+            ListScores(
+                np.asarray([self.scores[d.text.split()[0]] for d in c.documents], np.float32), np.zeros(len(c), bool)
+            )
+            for c in lists
+        ]
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    """`eval_helpers.beir_folder` whose split dev wants q1's d1 and q2's d3."""
+    folder = beir_folder(tmp_path / "animals")
+    (folder / "qrels" / "dev.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td3\t1\n")
+    return folder
+
+
+def with_ranker(monkeypatch: pytest.MonkeyPatch, make) -> None:
+    monkeypatch.setattr(suite, "open_ranker", lambda _: make())
+    monkeypatch.setattr(suite, "ranker_identity", lambda ranker: {"ranker": ranker.name})
+
+
+def dev(animals: Path) -> str:
+    return f"validation={{split: dev, candidates: {animals / 'run.trec'}}}"
+
+
+def read(path: Path):
+    return json.loads(path.read_text())
+
+
+def test_an_evaluation_reports_confidence(animals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cats come first: right for q1 alone. In dev the loss of q1 and q2 is least where softmax gives what it can."""
+    with_ranker(monkeypatch, lambda: ByText("attention", "mass", cats=1.0, dogs=0.6, cows=0.4))
+    evaluated(tmp_path / "out", *on(animals), "model=tiny", "confidence=true", dev(animals))
+    folder = tmp_path / "out/eval/attention"
+    report = read(folder / "confidence.json")
+    assert (report["queries"], report["error_rate"]) == (2, 0.5)
+    assert report["left_out"] == {"judged_without_list": 1, "without_judgement": 0}
+    assert report["shares"]["mean_confidence"] == pytest.approx(0.5)
+    assert (report["temperature"]["lists"], report["temperature"]["at_bound"]) == (2, False)
+    assert (folder / "confidence.png").is_file()
+    assert (folder / "validation/scores.jsonl").is_file()
+    assert '"confidence": {"margin": ' in (folder / "per_query.jsonl").read_text()
+    evaluated(tmp_path / "alone", *on(animals), "model=tiny", "confidence=true")
+    report = read(tmp_path / "alone/eval/attention/confidence.json")
+    assert (report["temperature"], report["calibrated"]) == (None, None)
+
+
+def test_scores_without_confidence_are_a_warning(animals, tmp_path, monkeypatch, caplog) -> None:
+    with_ranker(monkeypatch, lambda: ByText("ranks", None, cats=-1.0, dogs=-2.0, cows=-3.0))
+    evaluated(tmp_path / "out", *on(animals), "model=tiny", "confidence=true")
+    assert "ranks: no confidence.json: its scores are neither masses nor logarithms" in caplog.text
+    assert not (tmp_path / "out/eval/ranks/confidence.json").exists()
+
+
+def test_an_evaluation_tunes_an_ensemble(animals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention puts cats first, decoding cows: q1 (dev) wants cats, q2 (dev) cows. Both weights find one."""
+    attention = ByText("attention", "mass", cats=1.0, dogs=0.5, cows=0.01)
+    generative = ByText("generative", "log", cats=-4.0, dogs=-5.0, cows=-1.0)
+    with_ranker(monkeypatch, lambda: EnsembleRanker(attention, generative))
+    arguments = [*on(animals), "model=tiny", "ranker=ensemble", "confidence=true", dev(animals)]
+    evaluated(tmp_path / "out", *arguments)
+    folder = tmp_path / "out/eval/ensemble"
+    tuning = read(folder / "tuning.json")
+    assert tuning["grid"] == [[alpha, 0.5] for alpha in ALPHAS]
+    assert (tuning["alpha"], tuning["queries"], tuning["measure"]) == (0.0, 2, "P@1")
+    results = read(folder / "results.json")
+    assert results["identity"]["ranker"]["alpha"] == 0.0
+    assert results["metrics"]["means"]["P@1"] == pytest.approx(1 / 3)
+    assert read(folder / "confidence.json")["temperature"]["lists"] == 2
+    curves = read(folder / "fallback_curve.json")
+    assert (curves["attention"]["P@1"], curves["generative"]["P@1"]) == (pytest.approx(1 / 3), 0.0)
+    assert {f"fallback_curve.{suffix}" for suffix in ("json", "png", "md", "tex", "csv", "html")} <= {
+        path.name for path in folder.iterdir()
+    }
+    asked = attention.asked
+    evaluated(tmp_path / "out", *arguments)
+    assert (asked, attention.asked) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ranker=ensemble"], r"ranker.alpha=null is tuned on validation lists, and there are none: .*validation="),
+        (["ranker=ensemble", "validation={split: test}"], "validation.split='test' is the split that is measured"),
+        (["confidence=true", "validation={split: test}"], "validation.split='test' is the split that is measured"),
+        (["ranker=ensemble", "ranker.alpha=2"], "config key ranker.alpha: 2.0 must be between 0 and 1"),
+        (["ranker=fallback", "ranker.threshold=7"], "config key ranker.threshold: 7.0 must be between 0 and 1, or be"),
+        (["ranker=fallback", "ranker.measure=sure"], "config key ranker.measure: 'sure' is none of margin"),
+    ],
+)
+def test_bad_settings_are_told_before_anything_is_scored(animals, tmp_path, overrides, message) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluated(tmp_path / "out", *on(animals), "model=tiny", *overrides)
+    assert not (tmp_path / "out").exists()

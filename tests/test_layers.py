@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("serving",),
     ("api",),
     ("benchmark",),
-    ("prepare", "train", "eval", "rerank", "serve", "bench", "aot", "analyze", "store"),
+    ("prepare", "train", "eval", "rerank", "serve", "bench", "aot", "analyze", "store", "stress"),
 )
 """From what everything may import to what nothing may import. Names of one layer do not import each other."""
 

@@ -397,6 +397,6 @@ def test_an_evaluation_counts_the_repairs(tmp_path: Path) -> None:
     ]
     Evaluator(ranker, lists, tmp_path, progress=False).run()
     extra = json.loads((tmp_path / "results.json").read_text())["extra"]
-    assert extra["missing_ids"] == {"total": 3, "mean": 1.5, "lists": 2}
+    assert extra["missing_ids"] == {"total": 3, "mean": 1.5}
     assert extra["malformed_windows"]["total"] == extra["windows"]["total"] == 2
     assert extra["repeated_ids"]["total"] == extra["unknown_ids"]["total"] == 0

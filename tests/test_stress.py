@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from eval_helpers import beir_folder, on
+from rich.console import Console
 from test_attention_ranker import passages
 from test_attention_ranker import ranker as attention_ranker
 from test_generative import ranker as generative_ranker
 
+from blockrank import stress as command
+from blockrank.config import build, compose
 from blockrank.errors import UserError
 from blockrank.evaluation.stress import (
     CONTROL,
@@ -21,6 +28,7 @@ from blockrank.evaluation.stress import (
     order_table,
     orders,
 )
+from blockrank.stress import StressConfig, stress
 from blockrank.types import CandidateList, Document, ListScores, Query
 
 
@@ -132,6 +140,53 @@ def test_what_a_credulous_ranker_does() -> None:
 def test_scores_that_are_not_finite_are_told() -> None:
     with pytest.raises(UserError, match=r"ranker 'stub', query 'q1'.*not finite"):
         order_robustness(Stub(lambda *_: float("nan")), [judged("ab", [1, 0])])
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    return beir_folder(tmp_path / "animals")
+
+
+def stressed(output: Path, *overrides: str) -> tuple[dict, str]:
+    text = io.StringIO()
+    config = build(StressConfig, compose("stress", [f"output_dir={output}", *overrides]))
+    return stress(config, Console(file=text, width=200, soft_wrap=True)), text.getvalue()
+
+
+def test_the_command_writes_tables_and_every_query(animals, tmp_path, monkeypatch) -> None:
+    """q3 finds nothing in the run; d4, relevant to it, is put in as the one candidate: nothing to compare."""
+    monkeypatch.setattr(command, "open_ranker", lambda row: Stub(lambda i, _: -i if row.name == "place" else 1.0))
+    monkeypatch.setattr(command, "ranker_identity", lambda _: {})
+    rows = "rows={place: {ranker: attention}, none: {ranker: generative}}"
+    report, text = stressed(tmp_path / "out", *on(animals), "model=tiny", rows, "shuffles=1")
+    assert (report["lists"], sorted(report["order"])) == (2, ["none", "place"])
+    assert report["order"]["place"]["p_at_1"]["first"] == 1.0
+    assert report == json.loads((tmp_path / "out/stress.json").read_text())
+    assert {f"{name}.{s}" for name in ("order", "injection") for s in ("md", "tex", "csv", "html")} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    assert "place, add, forged\\_document" in text
+    with pytest.raises(UserError, match=r"stress.json exists: choose another output_dir, or set overwrite=true"):
+        stressed(tmp_path / "out", *on(animals), "model=tiny")
+    report, _ = stressed(tmp_path / "out", *on(animals), "model=tiny", "overwrite=true", "injections=null")
+    assert (list(report["order"]), report["injection"]) == (["stub"], {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["shuffles=-1"], "config key shuffles: -1 must be at least 0"),
+        (["modes=[remove]"], r"config key modes\[0\]: 'remove' is none of replace, add"),
+        (["modes=[]"], "config key modes: .* is empty"),
+        (["+injections.control=x"], "config key injections: 'control' is the name of a document's own text"),
+        (["injections.claim=''"], "config key injections: 'claim' .* or its text is empty"),
+        (["runs=[a.trec]"], "config key runs: .*of blockrank.eval"),
+        (["depths=[2]"], "config key depths: .*of blockrank.eval"),
+    ],
+)
+def test_bad_settings_are_told(animals, tmp_path, overrides, message) -> None:
+    with pytest.raises(UserError, match=message):
+        stressed(tmp_path / "out", *on(animals), "model=tiny", *overrides)
 
 
 LISTS = [judged(passages(6), [0, 0, 1, 0, 0, 0]), judged(passages(5, 1), [0, 1, 0, 0, 0], "q2")]

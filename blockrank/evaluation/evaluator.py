@@ -275,7 +275,6 @@ class Evaluator:
         span = (scored.lowest, scored.highest) if scored.lowest <= scored.highest else None
         result = EvaluationResult(
             *(self.name, run, report, baseline, scored.records, counts, timing, span, files),
-            extra=scored.extra(),
             qrels=qrels,
             documents=scored.documents,
             score_kind=self._score_kind,

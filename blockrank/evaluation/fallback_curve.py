@@ -69,9 +69,7 @@ def write_fallback_curve(folder: Path, curves: Mapping[str, Any]) -> None:
     """Writes JSON, a figure, and the table in all formats."""
     write_json(folder / f"{CURVE}.json", curves)
     plot_fallback(curves, folder / f"{CURVE}.png")
-    table = curve_table(curves)
-    for suffix in ("md", "tex", "csv", "html"):
-        table.write(folder / f"{CURVE}.{suffix}")
+    curve_table(curves).write_all(folder / CURVE)
 
 
 def _values(

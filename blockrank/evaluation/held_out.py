@@ -63,8 +63,8 @@ class HeldOut:
     """
 
     def __init__(self, collection: Collection, config: HeldOutConfig, folder: Path, seed: int):
-        self.config, self.folder, self._seed = config, folder, seed
-        self._collection = collection
+        self.config, self.folder, self.seed = config, folder, seed
+        self.collection = collection
         lists, qrels = open_lists(collection, config), collection.qrels(config.split)
         self.lists, self.qrels = select_judged(lists, qrels, config.max_queries)
         if not self.lists:
@@ -94,11 +94,11 @@ class HeldOut:
             depth=config.depth,
             tail=config.tail,
             missing=config.missing,
-            ignore_self=self._collection.ignore_self,
+            ignore_self=self.collection.ignore_self,
             name=row,
-            collection=self._collection.name,
+            collection=self.collection.name,
             identity=identity,
-            seed=self._seed,
+            seed=self.seed,
             overwrite=overwrite,
             **recorded,
         ).run()
@@ -108,7 +108,7 @@ class HeldOut:
         self, row: str, path: Path, *, overwrite: bool = False, config: Mapping[str, Any] | None = None
     ) -> EvaluationResult:
         """Measures and writes the row of another system's TREC run: same queries, depth, measures and rule for ties."""
-        settings, collection = self.config, self._collection
+        settings, collection = self.config, self.collection
         self._check_new(row)
         files = EvaluationFiles(self.folder / row_folder(row))
         files.prepare_without_journal(overwrite)
@@ -125,7 +125,7 @@ class HeldOut:
             collection=collection.name,
             config=config or {},
             identity=external.identity(),
-            seed=self._seed,
+            seed=self.seed,
             tail="drop",
             score_scale="",
             baseline_name=None,
@@ -159,15 +159,15 @@ class HeldOut:
     @property
     def name(self) -> str:
         """The collection's."""
-        return self._collection.name
+        return self.collection.name
 
     def query_texts(self) -> dict[str, str]:
         """query id -> text, for all queries of the split."""
-        return {query.id: query.text for query in self._collection.queries(self.config.split).values()}
+        return {query.id: query.text for query in self.collection.queries(self.config.split).values()}
 
     @property
     def title(self) -> str:
-        return f"{self._collection.name}, {self.config.split} split, {len(self.lists)} lists of {self.config.depth}"
+        return f"{self.collection.name}, {self.config.split} split, {len(self.lists)} lists of {self.config.depth}"
 
     def table(self, baseline: str | None = None, recorded: Sequence[str] = (), **options: Any) -> Table:
         """All rows so far; the others are compared with `baseline`, if it is among them.
@@ -182,7 +182,7 @@ class HeldOut:
                 name: {row: recorded_values(found, name) for row, found in self.records.items()} for name in recorded
             },
             title=self.title,
-            seed=self._seed,
+            seed=self.seed,
             **options,
         )
 

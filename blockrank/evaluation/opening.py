@@ -13,6 +13,7 @@ from blockrank.evaluation.settings import EvalConfig
 from blockrank.models.loading import weights_fingerprint
 from blockrank.parallel import open_mesh
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.ensemble import is_untuned
 from blockrank.rankers.probe import check_ranking
 from blockrank.rankers.stored_attention import kept_as
 from blockrank.sources import ModelRanker, Source, build_ranker, open_source
@@ -61,7 +62,7 @@ def open_ranker(config: EvalConfig) -> ModelRanker:
         document_store=config.document_store,
     )
     if source.settings is not None:
-        check_ranking(ranker)
+        check_ranking(ranker.with_alpha(0.5) if is_untuned(ranker) else ranker)
     return ranker
 
 

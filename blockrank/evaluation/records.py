@@ -93,12 +93,6 @@ class ScoredLists:
             "tokens": sum(record.tokens for record in records),
         }
 
-    def extra(self) -> dict[str, dict[str, float]]:
-        """The ranker's own values (`ListScores.extra`) by name: total, mean, and how many lists have it."""
-        names = sorted({name for record in self.records.values() for name in record.extra})
-        found = {name: [r.extra[name] for r in self.records.values() if name in r.extra] for name in names}
-        return {n: {"total": sum(v), "mean": sum(v) / len(v), "lists": len(v)} for n, v in found.items()}
-
     def timing(self, wall_seconds: float) -> dict[str, float]:
         seconds = sum(record.seconds for record in self.records.values())
         timing = {"wall_seconds": wall_seconds, "scoring_seconds": seconds}
@@ -108,11 +102,20 @@ class ScoredLists:
         return timing
 
 
+def extra_totals(records: Mapping[str, QueryRecord]) -> dict[str, dict[str, float]]:
+    """Each of the rankers' own values (`ListScores.extra`): its total, and its mean over the lists that have it."""
+    values: dict[str, list[float]] = {}
+    for record in records.values():
+        for name, value in record.extra.items():
+            values.setdefault(name, []).append(value)
+    return {name: {"total": sum(some), "mean": sum(some) / len(some)} for name, some in values.items()}
+
+
 @dataclass(frozen=True)
 class EvaluationResult:
     """The run (in ranked order, scores strictly decreasing), its metrics, and what it took.
 
-    `report` is None when nothing is judged. `counts`, `timing` and `extra` are the ones of `results.json`. `qrels` are
+    `report` is None when nothing is judged. `counts` and `timing` are the ones of `results.json`. `qrels` are
     what was measured against; `documents` has each list's scores as they were; `score_kind` is the ranker's, if any.
     """
 
@@ -125,7 +128,6 @@ class EvaluationResult:
     timing: dict[str, float]
     score_range: tuple[float, float] | None
     files: EvaluationFiles | None
-    extra: dict[str, dict[str, float]] = field(default_factory=dict)
     qrels: Qrels = field(default_factory=dict)
     documents: dict[str, ScoredDocuments] = field(default_factory=dict)
     score_kind: ScoreKind | None = None

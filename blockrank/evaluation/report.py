@@ -12,7 +12,7 @@ from blockrank.data.trec import write_run
 from blockrank.evaluation.files import git_commit, versions, write_json, write_json_lines
 from blockrank.evaluation.metrics import MetricsReport
 from blockrank.evaluation.ranking import RANKING_RULE
-from blockrank.evaluation.records import EvaluationResult
+from blockrank.evaluation.records import EvaluationResult, extra_totals
 from blockrank.evaluation.significance import bootstrap_interval, compare
 from blockrank.evaluation.tables import Table, metrics_table
 
@@ -64,7 +64,7 @@ def write_results(
             "baseline": baseline,
             "paper": dict(paper),
             "counts": result.counts,
-            "extra": result.extra,
+            "extra": extra_totals(result.records),
             "timing": {**result.timing, "peak_memory_mib": _peak_memory_mib()},
             "ranking_rule": ranking_rule,
             "below_depth": tail,

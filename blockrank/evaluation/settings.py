@@ -16,6 +16,7 @@ from blockrank.models.quantize import Weights
 from blockrank.parallel import MeshConfig
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
+from blockrank.rankers.ensemble import EnsembleSettings
 from blockrank.sources import RankerSettings
 from blockrank.training.initial import ModelConfig
 from blockrank.training.recipe import HeldOutConfig
@@ -35,7 +36,6 @@ class TrainingSections:
     optimizer: dict[str, Any] | None = None
     trainer: dict[str, Any] | None = None
     checkpoints: dict[str, Any] | None = None
-    validation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class CaseConfig:
     rows: dict[str, RowConfig | None] | None = None
     runs: dict[str, Path] | tuple[Path, ...] | None = None
     paper: Published | None = None
+    validation: HeldOutConfig | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 1, "depth", "max_queries", "batch_size")
@@ -104,7 +105,8 @@ class EvalConfig(TrainingSections):
     left out). `depths`: each collection at several depths. `runs`: TREC runs of other systems, measured as rows.
     `recorded`: columns of what the evaluation records of each list: `seconds`, `tokens`, `documents`, or a key of the
     ranker's `extra`. `deltas`: differences from the row `against` by query, and their figure. `strata`: a table for
-    each row by kinds of queries.
+    each row by kinds of queries. `confidence`: for each row how sure its scores are, and how often rightly.
+    `validation`: the lists that temperatures and an ensemble's `alpha` are chosen on.
     """
 
     output_dir: Path
@@ -146,6 +148,8 @@ class EvalConfig(TrainingSections):
     recorded: tuple[str, ...] = ()
     deltas: bool = True
     strata: bool = False
+    confidence: bool = False
+    validation: HeldOutConfig | None = None
     test: HeldOutConfig | None = None
 
     def __post_init__(self) -> None:
@@ -251,6 +255,20 @@ class EvalConfig(TrainingSections):
             whole = rows[row]
             rows[row] = None if own is None or whole is None else _merged(whole, own)
         return rows if self.rows is not None else None
+    def check_validation(self) -> None:
+        """Raises `FieldError` where a row has to be tuned without validation lists, or on those that are measured."""
+        for case in self.cases().values():
+            for row in case.ranker_configs().values():
+                tuned = isinstance(row.ranker, EnsembleSettings) and row.ranker.alpha is None
+                if tuned and row.validation is None:
+                    raise FieldError(
+                        "ranker.alpha",
+                        "null is tuned on validation lists, and there are none: give ranker.alpha, or "
+                        "'validation={split: dev, candidates: dev.trec}' (an experiment has its own)",
+                    )
+                split = row.split or (row.test.split if row.test else "test")
+                if (tuned or row.confidence) and row.validation is not None and row.validation.split == split:
+                    raise FieldError("validation.split", f"{split!r} is the split that is measured: choose another one")
 
     def check_against(self) -> None:
         """Raises `UserError` where no row has the name `against`."""

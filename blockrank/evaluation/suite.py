@@ -19,6 +19,7 @@ from blockrank.evaluation.scaling import by_collection, draw_scaling
 from blockrank.evaluation.settings import EvalConfig
 from blockrank.evaluation.strata import query_strata, strata_table
 from blockrank.evaluation.summary import summary_table
+from blockrank.evaluation.tuned_row import measure_row
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ def evaluate_rows(config: EvalConfig, console: Console) -> list[HeldOut]:
         assert ranker is not None
         identity = identity or ranker_identity(ranker)
         case = cases[name]
-        case.held_out.measure(row.name or ranker.name, ranker, {**case.lists, **identity}, **case.recorded(row))
+        options = {"identity": {**case.lists, **identity}, "recorded": case.recorded(row)}
+        measure_row(case.held_out, row.name or ranker.name, ranker, row, **options)
     if config.against is not None and not any(config.against in case.held_out.reports for case in cases.values()):
         log.warning("against: no row is called %r: nothing is tested or compared", config.against)
     for case in cases.values():
@@ -119,6 +121,7 @@ def _check(
             if not run.is_file():
                 raise UserError(f"runs: {run}: no such run file")
     config.check_against()
+    config.check_validation()
 
 
 def _open(name: str | None, config: EvalConfig, folder: Path) -> Case:

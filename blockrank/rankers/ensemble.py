@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
 
@@ -111,6 +111,11 @@ class EnsembleRanker:
             extra={**attention.extra, **decoded.extra},
             parts={"attention": attention.scores, "generative": decoded.scores},
         )
+
+
+def is_untuned(ranker: Any) -> TypeGuard[EnsembleRanker]:
+    """Whether it is an ensemble that waits for its `alpha`."""
+    return isinstance(ranker, EnsembleRanker) and ranker.settings.alpha is None
 
 
 def combine(attention: Any, decoded: Any, alpha: float, normalization: Normalization) -> np.ndarray:
