@@ -40,16 +40,21 @@ def config_dir() -> Path:
 
 
 def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """The config `configs/<config_name>.yaml` with Hydra `overrides`, composed without starting a command."""
+    """The config `configs/<config_name>.yaml` with Hydra `overrides`, without starting a command; one may run."""
     import hydra
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
     check_overrides(overrides)
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             return hydra.compose(config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_composition_problem(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def choice(group: str, name: str, hint: Any, key: str) -> Any:

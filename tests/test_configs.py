@@ -12,8 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import hydra
 import pytest
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -75,6 +77,14 @@ def test_differences_name_the_leaves():
     assert re.fullmatch(r'names: \.\.\..*"same"\] -> \.\.\..*"other"\]', shown[1])
     assert shown[2:] == ["ranker.row_length: 192 -> 256"]
     assert differences(old, old) == ""
+
+
+def test_a_config_is_composed_while_a_command_runs():
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        running = GlobalHydra.instance().hydra
+        assert compose("ranker/ensemble").ranker.kind == "ensemble"
+        assert GlobalHydra.instance().hydra is running
+        assert hydra.compose("ranker/attention").ranker.kind == "attention"
 
 
 def test_every_command_has_a_schema():
