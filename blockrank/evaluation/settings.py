@@ -255,6 +255,7 @@ class EvalConfig(TrainingSections):
             whole = rows[row]
             rows[row] = None if own is None or whole is None else _merged(whole, own)
         return rows if self.rows is not None else None
+
     def check_validation(self) -> None:
         """Raises `FieldError` where a row has to be tuned without validation lists, or on those that are measured."""
         for case in self.cases().values():

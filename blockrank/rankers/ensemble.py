@@ -50,7 +50,7 @@ class EnsembleSettings:
 
 
 class EnsembleRanker:
-    """Scores candidate lists by both readouts of one set of weights (`sources.make_ranker_of`).
+    """Scores candidate lists by both readouts of one set of weights (`sources.build_ranker`).
 
     With `alpha` 0 or 1 the order is that of attention or of decoding alone. Scores are on a logarithmic scale (with
     `min_max` on [0, 1]) and compare within their list only. `extra` is the decoder's, `parts` holds the scores of each.

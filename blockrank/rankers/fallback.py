@@ -49,7 +49,7 @@ class FallbackSettings:
 class FallbackRanker:
     """The attention ranker's scores, or the generative ranker's for lists whose confidence is below the threshold.
 
-    Both read one set of weights (`sources.make_ranker_of`). Scores compare within their list only, as always: a decoded
+    Both read one set of weights (`sources.build_ranker`). Scores compare within their list only, as always: a decoded
     list has log-probabilities. `extra` holds `fallback` (1 where the list was decoded) and the confidence; `parts` the
     scores of each readout that ran. `tokens` counts what both read. A list without text in any document is not decoded.
     """

@@ -61,6 +61,7 @@ class StoredAttentionRanker(AttentionRanker):
         name: str = "attention",
     ) -> None:
         super().__init__(model, encoder, settings, name)
+        assert isinstance(self.model, TruncatedDecoder)
         self.store = DocumentStore(Path(store), self.model, encoder, self.settings)
         self.stored = self.computed = 0
         self._kept_score = stored_score_program(nnx.graphdef(self.model), self.settings)
