@@ -63,7 +63,7 @@ def test_an_evaluation_with_a_store_is_the_one_without(collection: Path, tmp_pat
     assert list(found.values()) == pytest.approx([expected[key] for key in found], abs=1e-5)
     records = [json.loads(line) for line in (out / "eval/stored/per_query.jsonl").read_text().splitlines()]
     counts = {"documents_stored": 2.0, "documents_computed": 1.0}
-    assert [record["extra"] for record in records if record["extra"]] == [counts] * 2
+    assert [record["extra"] for record in records if record.get("extra")] == [counts] * 2
     with pytest.raises(UserError, match="document_store: ranker=generative"):
         evaluate(collection, out, "ranker=generative", f"document_store={tmp_path / 'store'}")
 
