@@ -9,26 +9,13 @@ from typing import Any, Literal
 from blockrank.analysis.measures import ListMeasure
 from blockrank.data.collection import CollectionConfig
 from blockrank.errors import FieldError, UserError, at_least, between, not_empty
+from blockrank.evaluation.settings import TrainingSections
 from blockrank.prompts.encode import PromptLimits
 from blockrank.rankers.attention import AttentionSettings
 from blockrank.training.initial import ModelConfig
 from blockrank.training.recipe import HeldOutConfig
 
 Part = Literal["signals", "sparsity", "maps", "steps"]
-
-
-@dataclass(frozen=True)
-class TrainingSections:
-    """What an experiment says of training: `+exp=...` composes it here too, and an analysis has no use for it."""
-
-    tracker: dict[str, Any] | None = None
-    dry_run: bool = False
-    lists: dict[str, Any] | None = None
-    loss: dict[str, Any] | None = None
-    optimizer: dict[str, Any] | None = None
-    trainer: dict[str, Any] | None = None
-    checkpoints: dict[str, Any] | None = None
-    test: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +45,7 @@ class AnalyzeConfig(TrainingSections):
     with_positives: bool | None
     max_queries: int | None
     missing: Literal["zero", "skip"] | None
+    test: dict[str, Any] | None = None
     missing_documents: Literal["error", "drop"] | None
     parts: tuple[Part, ...]
     measure: str

@@ -27,7 +27,7 @@ Published = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class TrainingSections:
-    """What an experiment says of training: `+exp=...` composes it here too, and evaluation has no use for it."""
+    """What an experiment says of training: `+exp=...` composes it here too, and what measures has no use for it."""
 
     tracker: dict[str, Any] | None = None
     dry_run: bool = False
