@@ -4,7 +4,7 @@
     python -m blockrank.eval data=beir_folder data.path=scifact model=smollm2
     python -m blockrank.eval data=beir_folder data.path=scifact checkpoint=runs/train runs=[other.trec]
     python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart
-    python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart ranker=generative
+    python -m blockrank.eval +exp=quickstart checkpoint=runs/quickstart rows='{decoded: {ranker: generative}}'
     python -m blockrank.eval data=beir_folder data.path=scifact checkpoint=runs/train mesh=doc8
 
 Below `output_dir`/eval each row has a folder with the TREC run, `results.json`, `per_query.jsonl` and `table.md`;

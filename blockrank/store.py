@@ -21,6 +21,7 @@ from blockrank.config import entry, to_plain
 from blockrank.data.collection import Collection, CollectionConfig
 from blockrank.data.shards import ALL, Part
 from blockrank.errors import UserError, at_least, between
+from blockrank.models.decoder import TruncatedDecoder
 from blockrank.models.quantize import Weights
 from blockrank.prompts.encode import PromptLimits
 from blockrank.prompts.template import PromptTemplate
@@ -90,6 +91,7 @@ def store_documents(config: StoreConfig) -> StoreReport:
     part = ALL if config.part is None else Part.parse(config.part)
     collection = config.data.open()
     ranker = _ranker(config)
+    assert isinstance(ranker.model, TruncatedDecoder)
     reader = DocumentReader(ranker.model, ranker.encoder, ranker.settings, config.kept)
     ids = None if config.documents == "all" else _listed(collection, config.lists_config())
     total = len(collection.documents) if ids is None else len(ids)

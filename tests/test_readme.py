@@ -13,6 +13,7 @@ import pytest
 
 from blockrank.api import RankedResult, Reranker
 from blockrank.config import build, compose, config_dir
+from blockrank.eval import EvalConfig
 from blockrank.training.dry_run import dry_run
 from blockrank.training.recipe import TrainConfig
 
@@ -50,7 +51,9 @@ def test_make_targets() -> None:
 def test_module_commands_compose(words: list[str]) -> None:
     module, *overrides = words
     assert importlib.util.find_spec(module) is not None
-    compose(module.removeprefix("blockrank."), overrides)
+    config = compose(module.removeprefix("blockrank."), overrides)
+    if module == "blockrank.eval":
+        build(EvalConfig, config)
 
 
 def test_lists_divide_over_the_meshes_that_are_recommended() -> None:
