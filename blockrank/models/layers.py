@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from blockrank.attention.precision import matmul_precision
 from blockrank.models.config import DecoderConfig, RopeConfig
+from blockrank.models.products import product
 
 
 class Quantized(nnx.Param):
@@ -44,10 +45,11 @@ class Linear(nnx.Module):
         return y if self.lora is None else y + self.lora(x)
 
     def _product(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
-        kernel, precision = self.kernel[...].astype(x.dtype), matmul_precision(x.dtype)
+        kernel = self.kernel[...]
         if self.kernel_scale is None:
-            return jnp.matmul(x, kernel, precision=precision)
-        y = jnp.matmul(x, kernel, precision=precision, preferred_element_type=jnp.float32)
+            return product(x, kernel)
+        precision = matmul_precision(x.dtype)
+        y = jnp.matmul(x, kernel.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
         return (y * self.kernel_scale[...]).astype(x.dtype)
 
 

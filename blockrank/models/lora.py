@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from blockrank.attention.precision import matmul_precision
 from blockrank.errors import FieldError, UserError, above, at_least
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
 from blockrank.models.layers import Linear
 from blockrank.models.loading import abstract_decoder, cast_parameters
+from blockrank.models.products import product
 from blockrank.models.stack import stack_layers
 
 M = TypeVar("M", bound=nnx.Module)
@@ -65,9 +65,7 @@ class Adapter(nnx.Module):
         self.scale = settings.alpha / settings.rank
 
     def __call__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
-        precision = matmul_precision(x.dtype)
-        low = jnp.matmul(x, self.a[...].astype(x.dtype), precision=precision)
-        return self.scale * jnp.matmul(low, self.b[...].astype(x.dtype), precision=precision)
+        return self.scale * product(product(x, self.a[...]), self.b[...])
 
     def product(self) -> Float[Array, "*L i o"]:
         """What it adds to the kernel, float32."""
