@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from strategies import HASTE, VOCABULARY, model_jit, on_device, prompt_of, rando
 from blockrank.attention.visibility import BLOCKRANK, DENSE, Visibility
 from blockrank.errors import UserError
 from blockrank.layout import PAD, PREFIX, SUFFIX, TokenLayout
+from blockrank.models import hf
 from blockrank.models.decoder import Decoder, TruncatedDecoder
 from blockrank.models.loading import flat_parameters
+from blockrank.training.initial import PretrainedModel
 
 LAYERS = 3
 PROMPT = random_prompt(0, 6, [5, 3, 7], 5)
@@ -257,6 +260,21 @@ def test_hidden_states_are_those_of_every_layer() -> None:
     assert_close(hidden[-1], last)
     expected = decoder().head_logits(hidden[-1])
     assert_close(nnx.jit(Decoder.logits)(decoder(), tokens), expected)
+
+
+def test_a_pretrained_model_may_keep_its_first_blocks_only(tmp_path: Path) -> None:
+    whole = decoder()
+    folder = hf.save(tmp_path / "model", whole.config, flat_parameters(whole))
+    shorter = PretrainedModel(str(folder), num_layers=2)
+    tokens = jnp.asarray(PROMPT.prefix)[None]
+    hidden = nnx.jit(Decoder.hidden_states)(whole, tokens)
+    loaded = shorter.load(0)
+    assert (loaded.config, shorter.decoder_config()) == (whole.config.truncated(2), whole.config.truncated(2))
+    assert_close(nnx.jit(Decoder.logits)(loaded, tokens), whole.head_logits(hidden[2]))
+    with pytest.raises(UserError, match=rf"model\.num_layers: the model has {LAYERS} layers, not {LAYERS + 1}"):
+        PretrainedModel(str(folder), num_layers=LAYERS + 1).load(0)
+    with pytest.raises(UserError, match="num_layers"):
+        PretrainedModel(str(folder), num_layers=0)
 
 
 @pytest.mark.parametrize("bad", [-1, 96, 10**6])

@@ -8,12 +8,13 @@ from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 
-from blockrank.errors import UserError
+from blockrank.errors import UserError, at_least
 from blockrank.models import gguf, hf_config
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
 from blockrank.models.loading import cast_parameters, load_decoder, random_decoder
 from blockrank.models.lora import merge_adapters
+from blockrank.models.stack import take_layers
 from blockrank.paths import AnyPath, as_path, local_path
 from blockrank.prompts.tokenizer import Tokenizer, load_tokenizer
 from blockrank.training.saved_model import load_checkpoint_model, locate
@@ -51,16 +52,30 @@ class PretrainedModel:
     """Weights from a Hugging Face folder, a GGUF file, a training run, or the embedded `smollm2`.
 
     `dtype` is the type of activations; parameters are float32 master weights. `config` holds the fields of the model's
-    `config.json`, so that a dry run needs no file; a `path` must agree with it.
+    `config.json`, so that a dry run needs no file; a `path` must agree with it. `num_layers` keeps the first so many
+    blocks (null: all) below the final norm and head, for studies that a whole model is too large for.
     """
 
     path: str | None
     dtype: Dtype = "float32"
     config: dict[str, Any] | None = None
+    num_layers: int | None = None
     kind: Literal["pretrained"] = "pretrained"
+
+    def __post_init__(self) -> None:
+        if self.num_layers is not None:
+            at_least(self, 1, "num_layers")
 
     def decoder_config(self) -> DecoderConfig:
         """Sizes and switches, without reading a weight."""
+        whole = self._whole_config()
+        if self.num_layers is None:
+            return whole
+        if self.num_layers > whole.num_layers:
+            raise UserError(f"model.num_layers: the model has {whole.num_layers} layers, not {self.num_layers}")
+        return whole.truncated(self.num_layers)
+
+    def _whole_config(self) -> DecoderConfig:
         given = None if self.config is None else hf_config.parse_config(self.config, "model.config")
         if self.path is None:
             if given is None:
@@ -81,11 +96,15 @@ class PretrainedModel:
         """The model with parameters of `param_dtype`, without adapters: a LoRA run's are merged."""
         del seed
         path, dtype = self._path(), jnp.dtype(self.dtype)
-        self.decoder_config()
+        config = self.decoder_config()
         if is_model_file(path):
-            return load_decoder(local_path(path), dtype=dtype, param_dtype=jnp.dtype(param_dtype))
-        model = merge_adapters(load_checkpoint_model(path, dtype=dtype).model, param_dtype)
-        return cast_parameters(model, jnp.dtype(param_dtype))
+            model = load_decoder(local_path(path), dtype=dtype, param_dtype=jnp.dtype(param_dtype))
+        else:
+            model = merge_adapters(load_checkpoint_model(path, dtype=dtype).model, param_dtype)
+            model = cast_parameters(model, jnp.dtype(param_dtype))
+        if self.num_layers is not None:
+            model.config, model.blocks = config, take_layers(model.blocks, slice(self.num_layers))
+        return model
 
     def load_tokenizer(self) -> Tokenizer:
         path = self._path()
