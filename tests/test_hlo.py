@@ -92,7 +92,9 @@ TEXT = """HloModule text, entry_computation_layout={()->f32[4]{0}}
   %fusion = f32[8,16]{1,0} fusion(%x, %w), kind=kOutput, calls=%inner
   %all-reduce-start = f32[8,16]{1,0} all-reduce-start(%fusion), replica_groups={{0,1}}, to_apply=%sum
   %all-reduce-done = f32[8,16]{1,0} all-reduce-done(%all-reduce-start)
-  ROOT %next = (s32[], f32[8,16]{1,0}) tuple(%j, %all-reduce-done)
+  %one = s32[] constant(1)
+  %k = s32[] add(%j, %one)
+  ROOT %next = (s32[], f32[8,16]{1,0}) tuple(%k, %all-reduce-done)
 }
 
 ENTRY %main (z: f32[8,16]) -> f32[8,16] {
@@ -202,9 +204,39 @@ def test_what_lies_in_vmem_is_not_moved() -> None:
     assert Program(IN_VMEM).costs.bytes == 4 * (5 * 8 * 16)
 
 
-def test_a_loop_that_does_not_tell_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("start", "limit", "step", "runs"),
+    [(0, 7, 2, 4), (0, 8, 2, 4), (1, 7, 2, 3), (3, 7, 1, 4), (7, 7, 1, 0), (0, 4, 4, 1)],
+)
+def test_a_loop_runs_by_its_steps(start: int, limit: int, step: int, runs: int) -> None:
+    """XLA unrolls the loops in which it sends a matrix piece by piece while it multiplies: two pieces a turn."""
+    text = TEXT.replace("zero = s32[] constant(0)", f"zero = s32[] constant({start})")
+    text = text.replace("constant(7)", f"constant({limit})").replace(
+        "one = s32[] constant(1)", f"one = s32[] constant({step})"
+    )
+    costs = Program(text).costs
+    assert costs.flops == runs * 2 * 8 * 16 * 16 + 1000
+    assert costs.collectives["all-reduce"] == runs
+
+
+def test_a_counter_is_followed_through_copies_and_sums() -> None:
+    twice = "  %copied = s32[]{:T(128)S(6)} copy(%j)\n  %k0 = s32[] add(%copied, %one)\n  %k = s32[] add(%one, %k0)"
+    assert Program(TEXT.replace("  %k = s32[] add(%j, %one)", twice)).costs.collectives["all-reduce"] == 4
+
+
+@pytest.mark.parametrize(
+    ("told", "untold"),
+    [
+        ("constant(7)", "parameter(1)"),
+        ("add(%j, %one)", "multiply(%j, %one)"),
+        ("one = s32[] constant(1)", "one = s32[] constant(0)"),
+        ("direction=LT", "direction=NE"),
+        ("tuple(%zero, %z)", "tuple(%unknown, %z)"),
+    ],
+)
+def test_a_loop_that_does_not_tell_is_an_error(told: str, untold: str) -> None:
     with pytest.raises(ValueError, match="while: no trip count"):
-        _ = Program(TEXT.replace("constant(7)", "parameter(1)")).costs
+        _ = Program(TEXT.replace(told, untold)).costs
 
 
 @pytest.mark.parametrize(

@@ -17,66 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
-BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
+from blockrank.costs.hlo_text import Computation, Instruction, called, parse, trip_count
+
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota"}
 FREE |= {"after-all", "partition-id", "replica-id", "add-dependency", "optimization-barrier"}
 SLICES = {"dynamic-slice", "slice", "gather"}
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)( \(.*\) -> .*)? \{$")
-_INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*)$")
-_SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One array of a result: element type, dimensions, and whether it lies in main memory."""
-
-    dtype: str
-    dimensions: tuple[int, ...]
-    in_main_memory: bool = True
-
-    @property
-    def bytes(self) -> float:
-        return BYTES.get(self.dtype, 1) * math.prod(self.dimensions)
-
-    @property
-    def moved(self) -> float:
-        """Bytes between main memory and the chip when it is read or written."""
-        return self.bytes if self.in_main_memory else 0.0
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """`name = shapes opcode(operands), attributes`; a tuple has several shapes."""
-
-    name: str
-    shapes: tuple[Shape, ...]
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    argument: str
-    root: bool
-
-    @property
-    def bytes(self) -> float:
-        return sum(shape.bytes for shape in self.shapes)
-
-    @property
-    def moved(self) -> float:
-        return sum(shape.moved for shape in self.shapes)
-
-    def attribute(self, name: str) -> str | None:
-        found = re.search(rf"\b{name}=%?([^\s,]+)", self.attributes)
-        return None if found is None else found.group(1)
-
-    def numbers(self, name: str) -> list[int]:
-        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return [] if found is None or not found.group(1) else [int(n) for n in found.group(1).split(",")]
-
-
-Computation = dict[str, Instruction]
 
 
 @dataclass
@@ -100,16 +46,7 @@ class Program:
     """The optimised HLO of one device, as `compiled.as_text()` prints it."""
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, Computation] = {}
-        self.entry = ""
-        current: Computation | None = None
-        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-            head = _COMPUTATION.match(line)
-            if head is not None:
-                current = self.computations.setdefault(head.group(2), {})
-                self.entry = head.group(2) if head.group(1) else self.entry
-            elif current is not None and (instruction := _parse(line.strip())) is not None:
-                current[instruction.name] = instruction
+        self.computations, self.entry = parse(text)
         self._known: dict[tuple[str, bool], Costs] = {}
 
     @cached_property
@@ -122,7 +59,7 @@ class Program:
         for computation in self.computations.values():
             for instruction in computation.values():
                 if instruction.opcode == "while":
-                    yield instruction, self.trip_count(instruction)
+                    yield instruction, trip_count(self.computations, instruction)
 
     def costs_of(self, name: str, *, fused: bool = False) -> Costs:
         """Of one computation, with all that it calls. A fused one touches memory at its borders only."""
@@ -136,24 +73,24 @@ class Program:
     def _of(self, op: Instruction, scope: Computation, fused: bool) -> Costs:
         own = Costs()
         if op.opcode == "while":
-            count = self.trip_count(op)
-            own.add(self.costs_of(_called(op, "body")), count)
-            own.add(self.costs_of(_called(op, "condition")), count)
+            count = trip_count(self.computations, op)
+            own.add(self.costs_of(called(op, "body")), count)
+            own.add(self.costs_of(called(op, "condition")), count)
         elif op.opcode == "conditional":
             branches = re.findall(r"%?([\w.\-]+)", op.attributes.split("branch_computations={")[-1].split("}")[0])
             branches = [b for b in branches if b in self.computations] or [
-                _called(op, "true_computation"),
-                _called(op, "false_computation"),
+                called(op, "true_computation"),
+                called(op, "false_computation"),
             ]
             own.add(max((self.costs_of(b) for b in branches), key=lambda c: (c.flops, c.bytes)))
         elif op.opcode == "fusion":
-            inner = self.costs_of(_called(op, "calls"), fused=True)
-            own.add(_scattered(inner) if _called(op, "calls").startswith("all-reduce-scatter") else inner)
+            inner = self.costs_of(called(op, "calls"), fused=True)
+            own.add(_scattered(inner) if called(op, "calls").startswith("all-reduce-scatter") else inner)
             own.bytes = 0.0 if fused else self._fusion_bytes(op)
         elif op.opcode == "call":
-            own.add(self.costs_of(_called(op, "to_apply"), fused=fused))
+            own.add(self.costs_of(called(op, "to_apply"), fused=fused))
         elif op.opcode == "async-start" or (op.opcode.endswith("-start") and op.attribute("calls")):
-            own.add(self.costs_of(_called(op, "calls")))
+            own.add(self.costs_of(called(op, "calls")))
         else:
             own.flops = _flops(op, scope)
             own.bytes = 0.0 if fused else _moved(op, scope)
@@ -163,20 +100,9 @@ class Program:
                 own.collective_bytes[kind] = int(max(sum(x.bytes for x in _operands(op, scope)), _result_bytes(op)))
         return own
 
-    def trip_count(self, loop: Instruction) -> int:
-        """How often a while loop's body runs. Raises `ValueError` where the program does not tell."""
-        known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
-        if known is not None:
-            return int(known.group(1))
-        condition = self.computations[_called(loop, "condition")]
-        compared = [op for op in condition.values() if op.opcode == "constant" and op.shapes[0].dtype in ("s32", "u32")]
-        if len(compared) == 1:
-            return int(compared[0].argument)
-        raise ValueError(f"while loop {loop.name}: no trip count in the program")
-
     def _fusion_bytes(self, op: Instruction) -> float:
         """Operands and results of a fusion; of an operand only sliced, or updated in place, the part touched."""
-        inner = self.computations[_called(op, "calls")]
+        inner = self.computations[called(op, "calls")]
         read = sum(self._read(inner, p) for p in inner.values() if p.opcode == "parameter")
         return read + sum(_written(i, inner) for i in inner.values() if i.root)
 
@@ -186,7 +112,7 @@ class Program:
         for use, name in _through_bitcasts(parameter, scope) if most else ():
             first = use.operands[0] == name
             if use.opcode == "fusion":
-                inner = self.computations[_called(use, "calls")]
+                inner = self.computations[called(use, "calls")]
                 numbers = [str(i) for i, operand in enumerate(use.operands) if operand == name]
                 total += sum(
                     self._read(inner, p) for p in inner.values() if p.opcode == "parameter" and p.argument in numbers
@@ -292,38 +218,3 @@ def _convolution_products(op: Instruction, scope: Computation) -> float:
     features = right[kernel.index("i")] * right[kernel.index("o")]
     groups = int(op.attribute("batch_group_count") or 1)
     return products * features * left[inputs.index("b")] / groups
-
-
-def _called(op: Instruction, attribute: str) -> str:
-    name = op.attribute(attribute)
-    assert name is not None, f"{op.opcode} {op.name} names no {attribute}"
-    return name
-
-
-def _parse(line: str) -> Instruction | None:
-    match = _INSTRUCTION.match(line)
-    if match is None:
-        return None
-    root, name, rest = bool(match.group(1)), match.group(2), match.group(3)
-    end = _close(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shapes = tuple(
-        Shape(dtype, tuple(int(n) for n in sizes.split(",") if n), "S(" not in layout)
-        for dtype, sizes, layout in _SHAPE.findall(rest[:end])
-    )
-    call = rest[end:].lstrip()
-    start = call.index("(")
-    stop = _close(call, start)
-    inside = call[start + 1 : stop - 1]
-    names = re.sub(r"\[[^\]]*\]|\{[^}]*\}|\([^)]*\)", "", inside).split(",")
-    operands = tuple(name.split()[-1].lstrip("%") for name in names if name.strip())
-    return Instruction(name, shapes, call[:start], operands, call[stop:], inside, root)
-
-
-def _close(text: str, start: int) -> int:
-    """The index after the bracket that closes the one at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index + 1
-    raise ValueError(f"unbalanced brackets in {text[:80]!r}")
