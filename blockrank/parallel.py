@@ -166,16 +166,20 @@ def gather_weight(path: str, weight: jax.Array, dtype: jax.typing.DTypeLike) -> 
     parts = parameter_spec(path, weight.shape, mesh)
     if "fsdp" not in parts:
         return weight
-    dtype = jnp.dtype(dtype if jnp.issubdtype(weight.dtype, jnp.floating) else weight.dtype)
-    return _gather(weight, dtype.name, weight.dtype.name, parts)
+    if not jnp.issubdtype(weight.dtype, jnp.floating):
+        return jax.lax.with_sharding_constraint(weight, _without_fsdp(parts))
+    return _gather(weight, jnp.dtype(dtype).name, weight.dtype.name, parts)
+
+
+def _without_fsdp(parts: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(weight: jax.Array, dtype: str, own: str, parts: PartitionSpec) -> jax.Array:
     del own
-    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts))
     cast = jax.lax.with_sharding_constraint(weight.astype(dtype), parts)
-    return jax.lax.with_sharding_constraint(cast, whole)
+    return jax.lax.with_sharding_constraint(cast, _without_fsdp(parts))
 
 
 def _gather_forward(weight: jax.Array, dtype: str, own: str, parts: PartitionSpec) -> tuple[jax.Array, None]:

@@ -20,6 +20,8 @@ from training_helpers import OBJECTIVE, CountedBatches, make_batch
 from blockrank.config import build, compose
 from blockrank.models.config import DecoderConfig
 from blockrank.models.loading import random_decoder
+from blockrank.models.lora import LoraSettings, add_adapters
+from blockrank.models.quantize import quantize_model
 from blockrank.models.stack import Remat
 from blockrank.parallel import MeshConfig, place_arrays, place_state, spread_lists, spread_parameters
 from blockrank.train import train
@@ -58,16 +60,24 @@ def model() -> Any:
     return random_decoder(config, 0)
 
 
+def adapted(base: str) -> Any:
+    """The model with adapters beside its frozen kernels, which are float32 or int8."""
+    plain = quantize_model(model()) if base == "int8" else model()
+    return add_adapters(plain, LoraSettings(rank=4, targets=r".*\.kernel", base=base), 1)  # type: ignore[arg-type]
+
+
 def remembered() -> optax.GradientTransformation:
     """Keeps the last gradients in the optimiser's state, where a test can read them."""
     zeros = partial(jax.tree.map, jnp.zeros_like)
     return optax.GradientTransformation(zeros, lambda gradients, *_: (gradients, gradients))
 
 
-def run_steps(optimizer: str, mesh: MeshConfig, accumulation: int, remat: Remat) -> tuple[list[dict], TrainState]:
-    """The metrics of three steps, and the state after them."""
+def run_steps(
+    optimizer: str, mesh: MeshConfig, accumulation: int, remat: Remat, base: str | None = None
+) -> tuple[list[dict], TrainState]:
+    """The metrics of three steps, and the state after them; with a `base`, of adapters beside it."""
     devices = None if mesh.single else mesh.make()
-    graphdef, params = split_model(model())
+    graphdef, params = split_model(model() if base is None else adapted(base))
     settings = OPTIMIZERS[optimizer]
     rule, schedule = make_optimizer(settings, 10)
     rule = optax.chain(remembered(), rule)
@@ -96,8 +106,8 @@ def run_steps(optimizer: str, mesh: MeshConfig, accumulation: int, remat: Remat)
 
 
 @cache
-def one_device(optimizer: str) -> tuple[list[dict], TrainState]:
-    return run_steps(optimizer, MeshConfig(), 1, "none")
+def one_device(optimizer: str, base: str | None = None) -> tuple[list[dict], TrainState]:
+    return run_steps(optimizer, MeshConfig(), 1, "none", base)
 
 
 SHORT = [
@@ -123,9 +133,33 @@ LONG = [
 def test_losses_gradients_and_updates_equal_those_of_one_device(
     optimizer: str, mesh: MeshConfig, accumulation: int, remat: Remat
 ) -> None:
-    expected, wanted = one_device(optimizer)
-    logged, state = run_steps(optimizer, mesh, accumulation, remat)
-    for ours, theirs in zip(logged, expected, strict=True):
+    expected = one_device(optimizer)
+    found = run_steps(optimizer, mesh, accumulation, remat)
+    check_equal(found, expected)
+    check_spread(found[1], mesh)
+
+
+@pytest.mark.parametrize(
+    ("base", "mesh"),
+    [
+        ("int8", MeshConfig(data=2, fsdp=2, tensor=2)),
+        pytest.param("float32", MeshConfig(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param("int8", MeshConfig(fsdp=4, doc=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_adapters_learn_as_on_one_device(base: str, mesh: MeshConfig) -> None:
+    found = run_steps("adamw", mesh, 1, "full", base)
+    check_equal(found, one_device("adamw", base))
+    leaves = jax.tree.leaves(found[1].params)
+    frozen = [leaf for leaf in leaves if leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 64]
+    shares = {leaf.size // leaf.addressable_shards[0].data.size for leaf in frozen}
+    assert shares == {mesh.fsdp * mesh.tensor}
+
+
+def check_equal(found: tuple[list[dict], TrainState], expected: tuple[list[dict], TrainState]) -> None:
+    (logged, state), (metrics, wanted) = found, expected
+    for ours, theirs in zip(logged, metrics, strict=True):
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=1e-6, err_msg=name)
@@ -133,7 +167,6 @@ def test_losses_gradients_and_updates_equal_those_of_one_device(
     for (path, ours), (_, theirs) in leaves:
         scale = max(1.0, float(np.abs(theirs).max()))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
-    check_spread(state, mesh)
 
 
 def check_spread(state: TrainState, mesh: MeshConfig) -> None:

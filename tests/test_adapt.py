@@ -50,7 +50,7 @@ def configured(lists: Path, output: Path, *overrides: str) -> TrainConfig:
                 *("+exp=adapt", "model=tiny", "prompt=brief", f"data.path={lists}", f"output_dir={output}"),
                 *("lists.num_candidates=3", "limits.document_tokens=24", "ranker.row_length=32", "loss.remat=none"),
                 *("trainer.batch_size=2", "trainer.accumulation=1", "trainer.num_epochs=1", "trainer.validate_every=0"),
-                *("optimizer.schedule.peak=0.05", "optimizer.schedule.warmup_steps=1", "optimizer.lora.rank=2"),
+                *("optimizer.schedule.peak=0.02", "optimizer.schedule.warmup_steps=1", "optimizer.lora.rank=2"),
                 *overrides,
             ],
         ),
@@ -96,6 +96,17 @@ def test_an_evaluation_reads_base_and_adapters(run: Path, lists: Path, tmp_path:
     overrides = ["data=icr", f"data.path={lists}", f"checkpoint={run}", f"output_dir={tmp_path}", "measures=[RR@10]"]
     held_out = evaluate_ranker(build(EvalConfig, compose("eval", overrides)), quiet())
     assert (held_out.folder / "table.md").is_file()
+
+
+def test_an_int8_base_is_trained_saved_opened_and_merged(lists: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    assert train(configured(lists, run, "optimizer.lora.base=int8"), quiet()).status == "finished"
+    found = flat_parameters(open_source(run).model)
+    assert found["blocks.mlp.down.kernel"].dtype == np.int8
+    assert any(found[path].any() for path in found if path.endswith("lora.b"))
+    np.testing.assert_allclose(scores(export_hf(run, tmp_path / "merged", dtype="float32")), scores(run), atol=1e-5)
+    base = base_folder(tmp_path / "moved", lists, seed=0)
+    np.testing.assert_array_equal(scores(run, base=str(base)), scores(run))
 
 
 def test_an_export_is_merged_and_ranks_as_the_run(run: Path, tmp_path: Path):

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_lora import LORA, adapted, gradients
+from test_lora import LORA, adapted, gradients, loss_of
 from training_helpers import OBJECTIVE, CountedBatches, make_batch, tiny_config, tiny_model
 
 from blockrank.config import build, compose, to_plain
 from blockrank.errors import UserError
 from blockrank.models.loading import cast_parameters, flat_parameters, weights_fingerprint
-from blockrank.models.lora import LoraSettings, abstract_start, is_adapter
+from blockrank.models.lora import LoraSettings, abstract_start, is_adapter, merge_adapters
+from blockrank.models.quantize import quantize_model
 from blockrank.training.checkpoint import Checkpoints, CheckpointSettings
 from blockrank.training.dry_run import abstract_step
 from blockrank.training.optimizer import OptimizerSettings, ScheduleSettings, Trainable, make_optimizer
@@ -74,6 +75,49 @@ def test_a_narrow_base_keeps_float32_adapters():
     assert same[0] == same[1]
     found = gradients(model)
     assert all(found[path].dtype == jnp.float32 for path in found if is_adapter(path))
+
+
+def test_an_int8_base_learns_as_the_weights_its_codes_stand_for():
+    base = cast_parameters(tiny_model(), jnp.bfloat16)
+    settings = dataclasses.replace(LORA, base="int8")
+    model = adapted(settings, base=quantize_model(base))
+    values = flat_parameters(model)
+    kinds = {path: leaf.dtype for path, leaf in values.items() if not is_adapter(path)}
+    for path in ("blocks.attention.query", "blocks.mlp.down"):
+        assert (kinds[f"{path}.kernel"], kinds[f"{path}.kernel_scale"]) == (jnp.int8, jnp.float32)
+    assert kinds["embed.embedding"] == jnp.bfloat16
+    planned = abstract_start(tiny_config(), jnp.dtype("float32"), settings)
+    same = [jax.tree.map(lambda x: (x.shape, x.dtype), split_model(m)[1]) for m in (model, planned)]
+    assert same[0] == same[1]
+
+    merged = merge_adapters(model)
+    assert nnx.graphdef(merged) == nnx.graphdef(tiny_model())
+    kernel, codes = flat_parameters(merged)["blocks.mlp.gate.kernel"], values["blocks.mlp.gate.kernel"]
+    product = values["blocks.mlp.gate.lora.a"] @ values["blocks.mlp.gate.lora.b"] * LORA.alpha / LORA.rank
+    np.testing.assert_allclose(kernel, codes * values["blocks.mlp.gate.kernel_scale"][:, None] + product, atol=1e-6)
+    assert float(loss_of(model)) == pytest.approx(float(loss_of(merged)), rel=1e-5)
+
+    dense, found = gradients(merged), gradients_of_adapters(model)
+    for path in ("blocks.attention.key", "blocks.mlp.up"):
+        wanted = LORA.alpha / LORA.rank * dense[f"{path}.kernel"] @ values[f"{path}.lora.b"].swapaxes(1, 2)
+        np.testing.assert_allclose(found[f"{path}.lora.a"], wanted, atol=2e-5 * float(np.abs(wanted).max()))
+
+    graphdef, params = split_model(model)
+    before, trainable = jax.tree.map(np.array, params), Trainable.of(params, ADAMW)
+    optimizer, schedule = make_optimizer(ADAMW, 10)
+    step = make_train_step(graphdef, ranking_loss_fn(OBJECTIVE), optimizer, schedule, trainable)
+    moved, _ = step(create_state(params, optimizer, trainable), make_batch(1).data)
+    for (path, new), old in zip(
+        jax.tree_util.tree_leaves_with_path(moved.params), jax.tree.leaves(before), strict=True
+    ):
+        assert is_adapter(jax.tree_util.keystr(path, simple=True, separator=".")) or np.array_equal(new, old), path
+
+
+def gradients_of_adapters(model: nnx.Module) -> dict[str, jax.Array]:
+    adapters = nnx.filterlib.to_predicate(lambda path, _: "lora" in path)
+    graph, chosen, rest = nnx.split(model, adapters, ...)
+    found = jax.jit(jax.grad(lambda state: loss_of(nnx.merge(graph, state, rest))))(chosen)
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(found)}
 
 
 def trainer(folder: Path, total_steps: int = 6, base_seed: int = 0, **options) -> Trainer:

@@ -25,6 +25,7 @@ from blockrank.models.decoder import Decoder
 from blockrank.models.layers import Linear
 from blockrank.models.loading import abstract_decoder, cast_parameters
 from blockrank.models.products import product
+from blockrank.models.quantize import dequantize_kernel, quantize_model
 from blockrank.models.stack import stack_layers
 
 M = TypeVar("M", bound=nnx.Module)
@@ -37,14 +38,14 @@ class LoraSettings:
     """Adapters of `rank` on the linear layers whose kernel's path `targets` matches, scaled by `alpha / rank`.
 
     `targets` is a regular expression that a kernel's whole path must match; paths are like
-    `blocks.attention.query.kernel` and `blocks.mlp.gate.kernel`. `base` is the type the frozen weights are kept in;
-    adapters are float32.
+    `blocks.attention.query.kernel` and `blocks.mlp.gate.kernel`. `base` is the type the frozen weights are kept in
+    (`int8`: linear layers in eight bits by `blockrank.models.quantize`, the rest in bfloat16); adapters are float32.
     """
 
     rank: int = 16
     alpha: float = 32.0
     targets: str = r"blocks\.attention\.(query|key|value|out)\.kernel"
-    base: Literal["float32", "bfloat16"] = "float32"
+    base: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def __post_init__(self) -> None:
         at_least(self, 1, "rank")
@@ -53,6 +54,11 @@ class LoraSettings:
             re.compile(self.targets)
         except re.error as error:
             raise FieldError("targets", f"{self.targets!r} is no regular expression: {error}") from error
+
+    @property
+    def loaded_as(self) -> Literal["float32", "bfloat16"]:
+        """The type in which the base is read, before it is quantised where it is to be."""
+        return "bfloat16" if self.base == "int8" else self.base
 
 
 class Adapter(nnx.Module):
@@ -94,18 +100,23 @@ def add_adapters(model: M, settings: LoraSettings, seed: int) -> M:
 def merge_adapters(model: M, dtype: jax.typing.DTypeLike | None = None) -> M:
     """The plain model that computes the same: adapters added to their kernels in float32. Without any, `model`.
 
-    `dtype` is that of the merged kernels; None takes the base's.
+    `dtype` is that of the merged kernels; None takes the base's, float32 beside an int8 base, of which every kernel
+    becomes plain.
     """
     adapted = [linear for _, linear in _linears(model) if linear.lora is not None]
     if not adapted:
         return model
     model = _copied(model)
     for _, linear in _linears(model):
+        kernel, scale = linear.kernel.get_value(), linear.kernel_scale
+        if scale is not None:
+            kernel, linear.kernel_scale = dequantize_kernel(kernel, scale.get_value()), nnx.data(None)
+        elif linear.lora is None:
+            continue
+        target = kernel.dtype if dtype is None else dtype
         if linear.lora is not None:
-            kernel = linear.kernel.get_value()
-            merged = kernel.astype(jnp.float32) + linear.lora.product()
-            linear.kernel.set_value(merged.astype(kernel.dtype if dtype is None else dtype))
-            linear.lora = nnx.data(None)
+            kernel, linear.lora = kernel.astype(jnp.float32) + linear.lora.product(), nnx.data(None)
+        linear.kernel = nnx.Param(kernel.astype(target))
     return model
 
 
@@ -116,8 +127,8 @@ def abstract_start(config: DecoderConfig, dtype: jnp.dtype, settings: LoraSettin
     lora = settings
 
     def create() -> Decoder:
-        base = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
-        return add_adapters(cast_parameters(base, jnp.dtype(lora.base)), lora, 0)
+        base = cast_parameters(Decoder(config, rngs=nnx.Rngs(0), dtype=dtype), jnp.dtype(lora.loaded_as))
+        return add_adapters(quantize_model(base) if lora.base == "int8" else base, lora, 0)
 
     return nnx.eval_shape(create)
 
