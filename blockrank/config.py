@@ -282,9 +282,10 @@ def _union(options: tuple[Any, ...], value: Any, key: str) -> Any:
         kinds = {kind: c for c in classes for kind in get_args(typing.get_type_hints(c).get("kind"))}
         if not kinds and len(classes) == 1:
             return _convert(classes[0], value, key)
-        if value.get("kind") not in kinds:
-            raise UserError(f"config key {_join(key, 'kind')}: {value.get('kind')!r} is none of {', '.join(kinds)}")
-        return _convert(kinds[value["kind"]], value, key)
+        kind = value.get("kind")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise UserError(f"config key {_join(key, 'kind')}: {kind!r} is none of {', '.join(kinds)}")
+        return _convert(kinds[kind], value, key)
     problems = []
     for option in options:
         try:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -287,7 +288,7 @@ def quickstart_with(changes: dict[str, Any]) -> TrainConfig:
         ),
         *("optimizer.schedule.peak=-0.1", "optimizer.schedule.peak=0", "optimizer.schedule.warmup_steps=-1"),
         *("optimizer.schedule.final_fraction=2", "optimizer.weight_decay=-1", "optimizer.clip_norm=0"),
-        *("optimizer.b1=1.5", "optimizer.b2=-0.1", "optimizer.eps=-1", "optimizer.update_clip=0"),
+        *("optimizer.b1=1.5", "optimizer.b2=-0.1", "optimizer.eps=0", "optimizer.update_clip=0"),
         *("trainer.validate_every=-1", "trainer.log_every=0", "trainer.log_every=-5", "trainer.total_steps=0"),
         *("trainer.total_steps=-1", "trainer.num_epochs=0", "trainer.batch_size=0", "trainer.accumulation=0"),
         *("trainer.max_skipped=-1", "trainer.max_share_without_positive=1.5"),
@@ -313,6 +314,33 @@ def test_a_number_out_of_range_names_its_key(override):
 def test_a_number_out_of_range_of_another_command_names_its_key(command, override):
     with pytest.raises(UserError, match=rf"config key {override.partition('=')[0]}: 0 must be at least 1"):
         build(SCHEMAS[command], compose(command, [override]))
+
+
+def leaves(section: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The mapping that holds each value below `section`, and the value's name there."""
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value)
+        else:
+            yield section, name
+
+
+@pytest.mark.parametrize("command", sorted(SCHEMAS))
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(command):
+    chosen = [] if command == "prepare" else ["model=tiny"]
+    plain = OmegaConf.to_container(compose(command, ["data=pydocs", *chosen]), resolve=True)
+    assert isinstance(plain, dict)
+    for section, name in leaves({key: value for key, value in plain.items() if key != "hydra"}):
+        before = section[name]
+        for value in ([], {"x": 1}, [-1], -1, 1.5, float("nan"), "", True, None):
+            section[name] = value
+            told = ""
+            try:
+                build(SCHEMAS[command], plain)
+            except UserError as error:
+                told = str(error)
+            assert "\n" not in told
+        section[name] = before
 
 
 @pytest.mark.parametrize(
