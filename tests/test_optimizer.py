@@ -147,9 +147,28 @@ def test_frozen_gradients_do_not_count_in_the_clipped_norm():
     assert set(updates) == {"a"}
 
 
-def test_adafactor_refuses_a_weight_decay_it_would_not_scale():
-    with pytest.raises(UserError, match=r"optimizer\.weight_decay"):
-        make_optimizer(OptimizerSettings(weight_decay=0.1), total_steps=3)
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("adafactor", "weight_decay", 0.1),
+        ("adafactor", "b2", 0.99),
+        ("adafactor", "eps", 1e-6),
+        ("adamw", "scale_by_parameter", True),
+        ("adamw", "update_clip", 2.0),
+    ],
+)
+def test_what_an_update_rule_does_not_read_is_refused(name, key, value):
+    other = {"adafactor": "adamw", "adamw": "adafactor"}[name]
+    with pytest.raises(UserError, match=rf"^{key}={value} is {other}'s: set it to .*, or optimizer.name={other}$"):
+        OptimizerSettings(name=name, **{key: value})
+    OptimizerSettings(name=other, **{key: value})
+
+
+@pytest.mark.parametrize("setting", [{"eps": 0.0}, {"b1": 1.0}, {"b2": 1.0}, {"name": "adafactor", "b1": 1.0}])
+def test_settings_whose_update_is_no_number_or_nothing_are_refused(setting):
+    """Adam without eps divides 0 by 0 where a gradient is 0, with a decay of 1 everywhere; Adafactor would not move."""
+    with pytest.raises(UserError, match=f"{list(setting)[-1]}="):
+        OptimizerSettings(**{"name": "adamw", **setting})
 
 
 def test_bad_filters_are_told():

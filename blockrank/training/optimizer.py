@@ -23,6 +23,10 @@ STACKED_PREFIX = "blocks."
 """Parameters below this path carry the layer on axis 0."""
 
 
+_NOT_READ = {"adafactor": ("b2", "eps", "weight_decay"), "adamw": ("scale_by_parameter", "update_clip")}
+"""Settings that an update rule does not have; they stay at their defaults."""
+
+
 @dataclass(frozen=True)
 class ScheduleSettings:
     """Linear warm-up from 0 over `warmup_steps`, then cosine decay to `final_fraction` of the peak (or constant).
@@ -78,8 +82,16 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         between(self, 0, 1, "b1", "b2")
-        at_least(self, 0, "weight_decay", "eps")
-        above(self, 0, "update_clip", "clip_norm")
+        for name in ("b1", "b2"):
+            if getattr(self, name) == 1:
+                raise FieldError(name, "1 forgets nothing and learns nothing: it must be below 1")
+        at_least(self, 0, "weight_decay")
+        above(self, 0, "eps", "update_clip", "clip_norm")
+        for name in _NOT_READ[self.name]:
+            value, default = getattr(self, name), getattr(OptimizerSettings, name)
+            if value != default:
+                other = "adamw" if self.name == "adafactor" else "adafactor"
+                raise FieldError(name, f"{value} is {other}'s: set it to {default}, or optimizer.name={other}")
         if self.lora is not None and self.master_weights != "float32":
             raise FieldError("master_weights", f"{self.master_weights} is not for adapters: set lora.base instead")
 
@@ -181,8 +193,6 @@ def make_optimizer(
     """The gradient transformation of a `Trainable` part, clipping by its global norm first, and the schedule."""
     schedule = make_schedule(settings.schedule, total_steps)
     if settings.name == "adafactor":
-        if settings.weight_decay:
-            raise UserError("optimizer.weight_decay is adamw's: set it to 0, or optimizer.name=adamw")
         rule = optax.adafactor(
             schedule,
             multiply_by_parameter_scale=settings.scale_by_parameter,
