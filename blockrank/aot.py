@@ -24,6 +24,8 @@ from blockrank.costs.encoding import CorpusConfig, encoding_programs, summary
 from blockrank.costs.programs import Planned, PromptLengths, ranking_program, training_program
 from blockrank.costs.report import as_json, growth, measure, table
 from blockrank.costs.topology import Topology
+from blockrank.data.files import atomic_write
+from blockrank.errors import FieldError, not_empty
 from blockrank.training.recipe import TrainConfig
 
 
@@ -41,6 +43,12 @@ class AotConfig(TrainConfig):
     corpus: CorpusConfig
     prompt_lengths: PromptLengths = field(default_factory=PromptLengths)
     report: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_empty(self, "programs", "depths")
+        if min(self.depths) < 1:
+            raise FieldError("depths", f"{list(self.depths)} must be at least 1")
 
 
 @entry("aot", AotConfig)
@@ -66,7 +74,9 @@ def plan(config: AotConfig, console: Console) -> None:
         console.print(summary(config.corpus, rows[-len(encoding) :], encoding, topology.chip), markup=False)
     if config.report is not None:
         figures = [as_json(row, topology.chip) for row in rows]
-        config.report.write_text(json.dumps({"topology": config.topology, "mesh": str(config.mesh), "rows": figures}))
+        content = {"topology": config.topology, "mesh": str(config.mesh), "rows": figures}
+        with atomic_write(config.report) as file:
+            file.write(json.dumps(content).encode())
         console.print(f"report: {config.report}", markup=False)
 
 

@@ -173,6 +173,28 @@ def test_what_cannot_be_planned_is_told() -> None:
         training_program(wanted, mesh)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("programs=[]", r"programs: \[\] is empty"),
+        ("depths=[]", r"depths: \[\] is empty"),
+        ("depths=[10,0]", r"depths: \[10, 0\] must be at least 1"),
+        ("prompt_lengths.prefix=0", r"prompt_lengths\.prefix: 0 must be at least 1"),
+        ("prompt_lengths.suffix=1", r"prompt_lengths\.suffix: 1 must be at least 2"),
+        ("prompt_lengths.document=200", r"prompt_lengths\.longest: 160 must be at least 200"),
+        ("corpus.tokens=300", r"corpus\.longest: 256 must be at least 300"),
+    ],
+)
+def test_settings_that_make_no_sense_are_told(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(override)
+
+
+def test_passages_longer_than_the_encoder_reads_are_refused() -> None:
+    with pytest.raises(UserError, match=r"corpus\.longest=600: the encoder has 512 positions"):
+        encoding_programs(config("corpus.longest=600").corpus, jax.devices())
+
+
 class _WideMesh:
     """A mesh with two devices along `fsdp`, to be refused before anything is placed on it."""
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 from blockrank.attention.dispatch import resolve_backend
 from blockrank.attention.visibility import PATTERNS
 from blockrank.data.collection import CollectionConfig
-from blockrank.errors import UserError
+from blockrank.errors import UserError, above, at_least, between, not_empty
 from blockrank.models.config import DecoderConfig
 from blockrank.packing import Packing
 from blockrank.prompts.encode import PromptLimits
@@ -59,8 +59,9 @@ class SyntheticLists:
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.mean <= self.longest:
             raise ValueError(f"1 <= shortest <= mean <= longest must hold, not {self.shortest}, {self.mean}, ...")
-        if self.prefix < 1 or self.suffix < 2 or self.spread < 0:
-            raise ValueError("prefix must be at least 1, suffix 2 (for two signal tokens), spread 0")
+        at_least(self, 0, "spread")
+        at_least(self, 1, "prefix")
+        at_least(self, 2, "suffix")  # for two signal tokens
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,13 @@ class BenchConfig:
     cell_timeout_s: float
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "depths"):
-            if not getattr(self, name):
-                raise UserError(f"{name} is empty: nothing would be measured")
+        between(self, 0, 2**32 - 1, "seed")
+        not_empty(self, "candidates", "depths")
         if min(self.candidates) < 1 or len(set(self.candidates)) < len(self.candidates):
             raise UserError(f"candidates={list(self.candidates)}: give different numbers of documents, from 1 on")
-        for name in ("repetitions", "decode_tokens", "row_length", "chunk_length", "suffix_offset"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        at_least(self, 1, "repetitions", "decode_tokens", "row_length", "chunk_length", "suffix_offset")
+        at_least(self, 0, "score_layer", "max_dense_candidates", "seconds_per_cell", "memory_gb")
+        above(self, 0, "longest_repetition_s", "cell_timeout_s")
         if self.max_repetitions < self.repetitions:
             raise UserError(f"max_repetitions={self.max_repetitions} is below repetitions={self.repetitions}")
         for name in {*self.backends, self.dense_backend} - {"auto"}:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from blockrank.chips import Chip
 from blockrank.costs.programs import Planned, draw_lengths
 from blockrank.costs.report import ProgramCosts
-from blockrank.errors import at_least
+from blockrank.errors import UserError, at_least
 from blockrank.layout import LayoutShape
 from blockrank.models.config import EncoderConfig
 from blockrank.models.encoder import Encoder
@@ -45,7 +45,8 @@ class CorpusConfig:
     shard_size: int
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "passages", "tokens", "longest", "batch_tokens", "shard_size")
+        at_least(self, 1, "passages", "tokens", "batch_tokens", "shard_size")
+        at_least(self, self.tokens, "longest")
 
     def lengths(self) -> np.ndarray:
         """Tokens of the passages of one shard of embeddings, int [n]."""
@@ -64,6 +65,8 @@ class Batches:
 def encoding_programs(corpus: CorpusConfig, devices: Sequence[Any]) -> list[Batches]:
     """The programs for one shard of the corpus, batches spread over all devices, weights on each."""
     encoder = parse_config(corpus.config, "corpus.config")
+    if corpus.longest > encoder.max_positions:
+        raise UserError(f"corpus.longest={corpus.longest}: the encoder has {encoder.max_positions} positions")
     dtype = jnp.dtype(corpus.dtype)
     model = nnx.eval_shape(lambda: cast_parameters(Encoder(encoder, rngs=nnx.Rngs(0), dtype=dtype), dtype))
     function = embed_program(model, SentenceSettings(pooling=corpus.pooling))
@@ -77,9 +80,8 @@ def encoding_programs(corpus: CorpusConfig, devices: Sequence[Any]) -> list[Batc
     lengths = corpus.lengths()
     counts: Counter[tuple[int, int]] = Counter()
     needed: Counter[tuple[int, int]] = Counter()
-    limit = min(encoder.max_positions, corpus.longest)
     for chosen, rows, width in plan_batches(
-        lengths.tolist(), limit=limit, batch_tokens=corpus.batch_tokens, devices=mesh.size
+        lengths.tolist(), limit=corpus.longest, batch_tokens=corpus.batch_tokens, devices=mesh.size
     ):
         counts[rows, width] += 1
         needed[rows, width] += encoder_flops(encoder, lengths[chosen])

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from blockrank.costs.flops import block_weights, visible_pairs
+from blockrank.errors import at_least
 from blockrank.layout import LayoutShape
 from blockrank.models.config import DecoderConfig
 from blockrank.models.decoder import Decoder
@@ -36,6 +37,11 @@ class PromptLengths:
     document: int = 75
     longest: int = 160
     suffix: int = 80
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "prefix", "document")
+        at_least(self, self.document, "longest")
+        at_least(self, 2, "suffix")  # its last two tokens are the signals
 
     def draw(self, documents: int) -> PromptSegments:
         """A prompt of that many documents; its tokens are all 1."""

@@ -90,6 +90,7 @@ def measure(planned: Planned, text: Path | None = None) -> ProgramCosts:
         return ProgramCosts(**common, compile_seconds=time.perf_counter() - start, error=str(error).splitlines()[0])
     seconds = time.perf_counter() - start
     if text is not None:
+        text.parent.mkdir(parents=True, exist_ok=True)
         text.write_text(compiled.as_text())
     return ProgramCosts(**common, compile_seconds=seconds, **memory_costs(compiled), **work_costs(compiled))
 
