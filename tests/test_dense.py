@@ -244,6 +244,23 @@ def test_a_damaged_array_is_made_again(tmp_path: Path, caplog: pytest.LogCapture
     assert array.read_bytes() == whole
 
 
+def test_a_damaged_note_is_written_again_and_a_damaged_index_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "shards"
+    on_disk(folder, Count())
+    before = files(folder)
+    for damage in ("", before["00001.json"].decode()[:9], "[]"):
+        (folder / "00001.json").write_text(damage)
+        assert on_disk(folder, Count()).encoded == 4
+        assert "00001.json is damaged" in caplog.text
+        caplog.clear()
+        assert files(folder) == before
+    (folder / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index\.json: not JSON .* delete it and write it anew"):
+        on_disk(folder, Count())
+
+
 def test_other_models_and_other_texts_are_refused(tmp_path: Path) -> None:
     on_disk(tmp_path, Count())
     with pytest.raises(UserError, match="these embeddings were made with weights = a, not b"):
@@ -321,6 +338,10 @@ def test_prepare_writes_a_run_once(tmp_path: Path, folder: Path) -> None:
     assert prepare(dense).endswith("is there already, made with these settings")
     with pytest.raises(UserError, match=r"train\.run is there already, made with other settings"):
         prepare([*dense, "depth=2"])
+    note = path.with_name("train.run.json")
+    note.write_text("{")
+    with pytest.raises(UserError, match=r"train\.run is there already, made with other settings"):
+        prepare(dense)
     path.unlink()
     prepare(dense)
     assert path.read_bytes() == before

@@ -132,6 +132,12 @@ def test_what_is_there_is_kept_and_what_is_damaged_is_written_again(tmp_path: Pa
     (tmp_path / ".00001.json.leftover").write_bytes(b"half")
     assert write_lists(candidates(), tmp_path).endswith("written in 1 shards")
     assert files(tmp_path) == before
+    (tmp_path / "00001.json").write_text("{")
+    with pytest.raises(UserError, match="1 of 3 shards are missing; run blockrank"):
+        StoredLists(tmp_path)
+    (tmp_path / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index\.json: not JSON"):
+        StoredLists(tmp_path)
 
 
 def test_lists_of_other_settings_or_queries_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ A shard's content is its blobs one after another, each from a multiple of 64 byt
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from blockrank.data.shards import INDEX, ShardFolder
+from blockrank.data.shards import ShardFolder
 from blockrank.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -58,18 +57,6 @@ def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
     if found != expected:
         log.warning("%s is damaged (%s bytes, not %d); writing it again", path, found, expected)
     return found == expected
-
-
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """What a folder of shards was made with; None for a folder that is none. Raises `UserError` for a damaged index."""
-    path = folder / INDEX
-    if not path.is_file():
-        return None
-    try:
-        index = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); the folder is damaged, write it anew") from error
-    return index if isinstance(index, dict) else None
 
 
 class Blobs(Mapping[bytes, np.ndarray]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 from blockrank.data.files import atomic_path, atomic_write, cache_lock
 from blockrank.errors import UserError
+
+log = logging.getLogger(__name__)
 
 INDEX = "index.json"
 
@@ -60,19 +63,28 @@ class ShardFolder:
         return self.folder / f"{number:05d}.{self._suffix}"
 
     def record(self, number: int) -> dict[str, Any] | None:
-        """What is noted about a shard; None for one that is not there."""
+        """What is noted about a shard; None for one that is not there, or whose note is damaged, which is told."""
+        path = self._record(number)
         try:
-            return json.loads(self._record(number).read_text("utf-8"))
+            record = json.loads(path.read_text("utf-8"))
+            if isinstance(record, dict) and "digest" in record:
+                return record
+            damage = "no record of a shard"
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            damage = str(error)
+        log.warning("%s is damaged (%s): as if its shard were not there", path, damage)
+        return None
 
     def open(self, identity: Mapping[str, Any]) -> None:
         """Makes the folder, or checks that what is in it was made with `identity`. Raises `UserError` if not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / INDEX
         with cache_lock(str(path.absolute())):
-            if path.exists():
-                self._compare(json.loads(path.read_text("utf-8")), json.loads(json.dumps(identity)))
+            known = read_index(self.folder)
+            if known is not None:
+                self._compare(known, json.loads(json.dumps(identity)))
                 return
             if any(self.folder.glob(f"*.{self._suffix}")):
                 raise UserError(
@@ -125,6 +137,18 @@ class ShardFolder:
                 f"{self.folder}: these {self._what} were made with {key} = {known.get(key)}, not {wanted.get(key)}; "
                 f"choose another {self._key}, or delete this one"
             )
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """What a folder of shards was made with; None for a folder that is none. Raises `UserError` for a damaged index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); the folder is damaged, delete it and write it anew") from error
+    return index if isinstance(index, dict) else None
 
 
 def digest_of(pairs: Iterable[tuple[str, str]]) -> str:

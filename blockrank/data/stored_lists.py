@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from blockrank.data.shards import INDEX, ShardFolder
+from blockrank.data.shards import INDEX, ShardFolder, read_index
 from blockrank.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -59,13 +59,13 @@ class StoredLists(Mapping[str, Mapping[str, float]]):
     """
 
     def __init__(self, folder: Path) -> None:
-        index = folder / INDEX
-        if not index.is_file():
+        index = read_index(folder)
+        if index is None:
             raise UserError(
                 f"{folder} is no folder of lists (it has no {INDEX}); make one with prepare ... lists={folder}"
             )
         shards = list_shards(folder)
-        count = json.loads(index.read_text("utf-8")).get("shards")
+        count = index.get("shards")
         records = [shards.record(number) for number in range(count or 0)]
         missing = sum(record is None for record in records)
         if not count or missing:

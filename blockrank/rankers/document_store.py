@@ -24,9 +24,9 @@ from flax import nnx
 
 from blockrank.attention.visibility import Visibility
 from blockrank.config import build, differences, to_plain
-from blockrank.data.blobs import Blob, Blobs, blob_shards, is_whole, read_index, write_blobs
+from blockrank.data.blobs import Blob, Blobs, blob_shards, is_whole, write_blobs
 from blockrank.data.progress import track
-from blockrank.data.shards import ALL, Part, ShardFolder, digest_of
+from blockrank.data.shards import ALL, Part, ShardFolder, digest_of, read_index
 from blockrank.errors import UserError, at_least
 from blockrank.layout import TokenLayout
 from blockrank.models.decoder import TruncatedDecoder

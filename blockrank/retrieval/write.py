@@ -96,7 +96,7 @@ def write_candidates(candidates: Candidates, path: Path) -> str:
     encoder = candidates.encoder_settings()
     record = path.with_name(f"{path.name}.json")
     if path.exists():
-        if not record.exists() or json.loads(record.read_text("utf-8"))["made_with"] != candidates.made_with:
+        if _made_with(record) != candidates.made_with:
             raise UserError(f"{path} is there already, made with other settings; delete it or choose another run=")
         return f"{path} is there already, made with these settings"
     if candidates.part != ALL and encoder is None:
@@ -115,6 +115,14 @@ def write_candidates(candidates: Candidates, path: Path) -> str:
         file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     unnamed.replace(path)
     return f"{path}: {counts}{_rate(search)}"
+
+
+def _made_with(record: Path) -> Any:
+    """What a run was made with by the file beside it; None where that is not there, or damaged."""
+    try:
+        return json.loads(record.read_text("utf-8"))["made_with"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_lists(candidates: Candidates, folder: Path) -> str:
