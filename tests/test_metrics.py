@@ -142,7 +142,7 @@ def test_ids_and_scores_of_any_numeric_type() -> None:
     assert type(run[1][10]) is np.float32
 
 
-@pytest.mark.parametrize("score", [float("nan"), np.float32("nan"), None, "0.5", np.zeros(2)])
+@pytest.mark.parametrize("score", [float("nan"), np.float32("nan"), None, "0.5", np.zeros(2), 10**400])
 def test_a_score_that_is_no_number_names_query_and_document(score: object) -> None:
     with pytest.raises(UserError, match=r"query 'q7', document 'd9'"):
         evaluate({"q7": {"d8": 1.0, "d9": score}}, {"q7": {"d8": 1}}, ["P@1"])
@@ -162,6 +162,8 @@ def test_grades_are_integers() -> None:
     assert evaluate({"q": {"a": 1.0}}, {"q": {"a": 1.0}}, ["P@1"])["P@1"] == 1.0
     with pytest.raises(UserError, match=r"query 'q', document 'a': grade 0\.5"):
         evaluate({"q": {"a": 1.0}}, {"q": {"a": 0.5}}, ["P@1"])
+    with pytest.raises(UserError, match=r"query 'q', document 'a': grade array\(\[1, 2\]\)"):
+        evaluate({"q": {"a": 1.0}}, {"q": {"a": np.array([1, 2])}}, ["P@1"])
 
 
 @pytest.mark.parametrize("grade", [2**31, -(2**31), 1_000_001])

@@ -173,7 +173,7 @@ def _as_score(value: Any, where: str) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise UserError(f"{where}: the score {value!r:.80} is not a number")
 

@@ -331,7 +331,7 @@ def _scores(query: str, documents: Mapping[Any, Any]) -> dict[str, float]:
     for document, score in result.items():
         try:
             value = math.nan if isinstance(score, str | bytes) else float(score)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             value = math.nan
         if math.isnan(value):
             raise UserError(f"query {query!r}, document {document!r}: score {score!r} is not a number")
@@ -341,7 +341,10 @@ def _scores(query: str, documents: Mapping[Any, Any]) -> dict[str, float]:
 
 def _grade(query: str, document: str, grade: Any) -> int:
     where = f"the qrels of query {query!r}, document {document!r}"
-    value = grade.item() if hasattr(grade, "item") else grade
+    try:
+        value = grade.item() if hasattr(grade, "item") else grade
+    except (TypeError, ValueError, RuntimeError):  # NumPy's, JAX's and torch's of an array of several
+        value = None
     if isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer()):
         return check_grade(int(value), where)
     raise UserError(f"{where}: grade {grade!r} is not an integer")
