@@ -20,6 +20,8 @@ from blockrank.layout import PAD, PREFIX, SUFFIX, TokenLayout
 from blockrank.models import hf
 from blockrank.models.decoder import Decoder, TruncatedDecoder
 from blockrank.models.loading import flat_parameters
+from blockrank.models.lora import LoraSettings
+from blockrank.training.adapters import starting_model
 from blockrank.training.initial import PretrainedModel
 
 LAYERS = 3
@@ -275,6 +277,10 @@ def test_a_pretrained_model_may_keep_its_first_blocks_only(tmp_path: Path) -> No
         PretrainedModel(str(folder), num_layers=LAYERS + 1).load(0)
     with pytest.raises(UserError, match="num_layers"):
         PretrainedModel(str(folder), num_layers=0)
+    _, record = starting_model(shorter, LoraSettings(), 0)
+    assert record is not None
+    moved = folder.rename(tmp_path / "moved")
+    assert record.open(str(moved), "float32").config.num_layers == 2
 
 
 @pytest.mark.parametrize("bad", [-1, 96, 10**6])

@@ -28,11 +28,14 @@ class AdapterRecord:
     fingerprint: str
 
     def open(self, base: str | None, dtype: jax.typing.DTypeLike) -> Decoder:
-        """The base with new adapters, activations in `dtype`; from the path `base` where it is given.
+        """The base with new adapters, activations in `dtype`; from the path `base` where it is given, and of it as many
+        blocks as the run had.
 
         Raises `UserError` when the base is not there, or has other weights than the adapters were trained beside.
         """
-        model = self.model if base is None else PretrainedModel(base)
+        model = self.model
+        if base is not None:
+            model = PretrainedModel(base, num_layers=model.num_layers if isinstance(model, PretrainedModel) else None)
         model = replace(model, dtype=jnp.dtype(dtype).name)
         try:
             loaded, fingerprint = _load_base(model, self.settings, self.seed)
