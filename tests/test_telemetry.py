@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from blockrank.training.settings import TrainerSettings
 from blockrank.training.state import create_state, split_model
 from blockrank.training.step import make_train_step, ranking_loss_fn, ranking_share_fn
 from blockrank.training.tracking import read_metrics
-from blockrank.training.watchdog import EXIT_STATUS
+from blockrank.training.watchdog import EXIT_STATUS, Watchdog
 
 
 def rows_of(folder: Path, name: str) -> list[dict]:
@@ -282,6 +284,21 @@ def test_a_stalled_iterator_has_its_stack_dumped_and_the_run_goes_on(tmp_path, c
     assert result.status == "finished"
     assert "no training step finished for" in file.read_text()
     assert "wait_for_a_shard" in capsys.readouterr().err
+
+
+def test_a_stall_is_told_on_a_full_disk_too(tmp_path, monkeypatch, capfd):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    watchdog = Watchdog(0.05, tmp_path)
+    deadline = time.monotonic() + 60
+    while not watchdog.file.exists() or watchdog.file.read_text().count("no training step finished") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    watchdog.close()
+    assert "No space left on device" in watchdog.file.read_text()
+    assert "test_a_stall_is_told_on_a_full_disk_too" in capfd.readouterr().err
 
 
 EXIT = """

@@ -51,10 +51,7 @@ class Watchdog:
             self.beat()
 
     def _tell(self, idle: float) -> None:
-        with tempfile.TemporaryFile("w+") as stacks:
-            faulthandler.dump_traceback(stacks, all_threads=True)
-            stacks.seek(0)
-            text = stacks.read()
+        text = _stacks()
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now}: no training step finished for {idle:.0f} s (trainer.watchdog_s={self._seconds:g}); all threads:"
         print(head, text, sep="\n", file=sys.stderr, flush=True)
@@ -63,3 +60,15 @@ class Watchdog:
                 file.write(f"{head}\n{text}\n")
         except OSError as error:
             log.warning("the stacks are not in %s: %s", self.file, error)
+
+
+def _stacks() -> str:
+    """Of all threads; on a full disk they go to stderr alone."""
+    try:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read()
+    except OSError as error:
+        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
+        return f"(above, on stderr: {error})"
