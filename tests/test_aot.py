@@ -72,6 +72,38 @@ def test_a_training_step_gathers_a_layer_in_bfloat16_and_scatters_its_gradients(
     assert costs.collective_bytes["all-reduce"] < 4.5 * embedded  # and norms and factored moments
 
 
+def ideal(*overrides: str) -> float:
+    wanted = config("topology=v6e:1x1", "trainer.batch_size=8", "lists.num_candidates=4", *overrides)
+    return training_program(wanted, MeshConfig().make(jax.devices()[:1])).ideal_flops
+
+
+def test_a_training_step_needs_no_more_than_it_trains() -> None:
+    """By hand: a forward pass over lists of 160 + 4 x 160 + 160 tokens, and what of the backward pass is asked for."""
+    sizes = config().model.decoder_config()
+    heads, kv_heads = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    tokens, documents, signals, labels = 8 * 960, 8 * 640, 8 * 2, 8 * 8
+    pairs = 8 * (6 * 160 * 161 // 2 + 160 * 640 + 160 * 800)
+    block = 2 * block_weights(sizes) * tokens
+    key, query = 2 * sizes.hidden_size * kv_heads * documents, 2 * sizes.hidden_size * heads * signals
+    score = 2 * heads * 2 * documents
+    whole = 3 * (4 * (block + 4 * heads * pairs) + key + query + score)
+    head = 3 * 2 * sizes.hidden_size * sizes.vocab_size * labels
+    assert ideal() == whole + head
+    cut = 3 * (2 * (block + 4 * heads * pairs) + key + query + score)
+    assert ideal("loss.ntp_weight=0") == cut
+
+    dense = pairs + 8 * (640 * 641 // 2 - 4 * 160 * 161 // 2)
+    assert ideal("ranker.visibility=dense") == whole + head + 3 * 4 * 4 * heads * (dense - pairs)
+
+    qkv, out, mlp = 32 * (32 + 2 * 16), 32 * 32, 3 * 32 * 64
+    assert qkv + out + mlp == block_weights(sizes)
+    frozen = 2 * tokens * (qkv + 2 * (out + mlp) + 2 * (qkv + out + mlp))  # nothing before the first block's qkv learns
+    to_qkv, to_out = 2 * (3 * 32 + 32 + 2 * 16), 2 * (32 + 32)
+    adapters = 2 * tokens * (2 * to_qkv + 3 * to_out + 3 * (to_qkv + to_out))
+    expected = frozen + adapters + 3 * 2 * 4 * heads * pairs + 2 * (key + query) + 3 * score
+    assert ideal("loss.ntp_weight=0", "optimizer.lora={rank: 2, alpha: 4}") == expected
+
+
 def test_encoding_compiles_for_a_slice_and_extrapolates() -> None:
     pytest.importorskip("libtpu", reason="needs the extra `tpu`")
     console = Console(record=True, width=400)

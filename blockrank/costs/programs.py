@@ -12,7 +12,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from blockrank.costs.flops import block_weights, visible_pairs
+from blockrank.attention.visibility import PATTERNS
+from blockrank.costs.flops import block_weights, causal_pairs, visible_pairs
+from blockrank.costs.step_flops import Counts, StepFlops
 from blockrank.errors import at_least
 from blockrank.layout import LayoutShape
 from blockrank.models.config import DecoderConfig
@@ -22,6 +24,7 @@ from blockrank.parallel import LISTS, place_state, spread_lists
 from blockrank.prompts.encode import PromptSegments
 from blockrank.rankers.attention import AttentionSettings, score_program
 from blockrank.training.dry_run import abstract_step
+from blockrank.training.optimizer import Trainable
 from blockrank.training.recipe import TrainConfig
 
 
@@ -70,8 +73,9 @@ class Planned:
     """A program ready to compile: `function.lower(*arguments)` under the mesh.
 
     `ideal_flops` is the least work of one device: products of weights and of visible pairs, on real tokens only, with
-    prefix and suffix on every device and documents dealt evenly. `layout_flops` counts padded tokens too. Of lists of
-    `documents`, `fixed_flops` are those of prefix and suffix, padding included, that do not grow with the documents.
+    prefix and suffix on every device and documents dealt evenly, and in training the gradients that are needed.
+    `layout_flops` counts padded tokens too. Of lists of `documents`, `fixed_flops` are those of prefix and suffix,
+    padding included, that do not grow with the documents.
     """
 
     name: str
@@ -120,31 +124,47 @@ def ranking_program(
 
 
 def training_program(config: TrainConfig, mesh: Mesh) -> Planned:
-    """One optimiser step on lists as long as the limits allow.
+    """One optimiser step on lists as long as the limits allow, with the whole loss.
 
-    The ideal is three forward passes over their tokens, as model FLOPs are usually counted. The layout's counts padding
-    and, with `remat=full`, a fourth pass.
+    The ideal is that of `StepFlops`, as training logs it: gradients of what is trained, blocks that the loss needs. The
+    layout's counts padding and, with `remat=full`, one more forward pass.
     """
     decoder = config.model.decoder_config()
     config.check_mesh(mesh)
     groups = math.prod(mesh.shape[axis] for axis in LISTS)
     plan = abstract_step(config, mesh)
-    shape = plan.shape
-    lists = config.trainer.batch_size // groups
-    segments, shards = _longest_list(config), shape.shards
-    tokens = len(segments.prefix) + sum(map(len, segments.documents)) / shards + len(segments.suffix)
-    blocks = lists * decoder.num_layers / mesh.shape["tensor"]
-    attended = _visible_pairs(segments, shards)
-    passes = 4 if config.loss.remat == "full" else 3
+    lists, params = config.trainer.batch_size // groups, plan.state.params
+    objective = config.objective(config.ranker.layer_of(decoder))
+    needed = StepFlops.of(decoder, params, Trainable.of(params, config.optimizer), objective)
+    blocks = decoder.num_layers if objective.ntp_weight > 0 else objective.score_layer
+    real = _longest_counts(config, plan.shape, lists)
+    padded = replace(real, tokens=lists * plan.shape.tokens)
+    again = blocks * block_flops(decoder, padded.tokens, padded.pairs) if config.loss.remat == "full" else 0.0
     return Planned(
         name=f"train {config.trainer.batch_size} lists of {config.lists.num_candidates}",
         function=plan.step,
-        arguments=(place_state(plan.state, plan.state.params, mesh), spread_lists(plan.batch, mesh)),
+        arguments=(place_state(plan.state, params, mesh), spread_lists(plan.batch, mesh)),
         mesh=mesh,
-        shape=shape,
-        blocks=decoder.num_layers,
-        ideal_flops=3 * blocks * block_flops(decoder, tokens, attended),
-        layout_flops=passes * blocks * block_flops(decoder, shape.tokens, attended),
+        shape=plan.shape,
+        blocks=blocks,
+        ideal_flops=needed.total(real) / mesh.shape["tensor"],
+        layout_flops=(needed.total(padded) + again) / mesh.shape["tensor"],
+    )
+
+
+def _longest_counts(config: TrainConfig, shape: LayoutShape, lists: int) -> Counts:
+    """What one device has of `lists` lists as long as the limits allow, each over `shape.shards` devices."""
+    segments = _longest_list(config)
+    dense = PATTERNS[config.ranker.visibility].sequential
+    pairs = causal_pairs(segments.num_tokens) if dense else _visible_pairs(segments, shape.shards)
+    documents = sum(map(len, segments.documents)) / shape.shards
+    return Counts(
+        tokens=round(lists * (len(segments.prefix) + documents + len(segments.suffix))),
+        pairs=round(lists * pairs),
+        documents=round(lists * documents),
+        signals=lists * shape.signals,
+        scored=round(lists * shape.signals * documents),
+        labels=lists * shape.labels,
     )
 
 
