@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockrank.models.products import product
+from blockrank.models.products import product, scaled_product
 
 BFLOAT16 = jnp.bfloat16
 
@@ -53,6 +53,23 @@ def test_bfloat16_is_multiplied_without_being_widened() -> None:
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) == 2
     assert all(line.count("bf16>") == 2 and line.count("f32>") == 1 for line in products)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BFLOAT16])
+def test_a_product_with_codes_is_that_with_what_they_stand_for(dtype: jnp.dtype) -> None:
+    x, weights = draw(3, 5, 24), draw(3, 5, 10, seed=2)
+    codes, scale = jax.random.randint(jax.random.key(1), (24, 10), -127, 128, jnp.int8), jnp.abs(draw(10, seed=3)) / 64
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(scaled_product(x, codes, scale).astype(jnp.float32) * weights)
+
+    out, of_x = jax.jit(scaled_product)(x.astype(dtype), codes, scale), jax.jit(jax.grad(loss))(x.astype(dtype))
+    kernel = wide(codes) * wide(scale)
+    assert (out.dtype, of_x.dtype) == (dtype, dtype)
+    assert is_rounded(out, wide(x) @ kernel, 2.0**-8 if dtype == BFLOAT16 else 1e-6)
+    exact = wide(weights) @ kernel.T
+    error = np.abs(wide(of_x.astype(jnp.float32)) - exact).max() / np.abs(exact).max()
+    assert error < (2.0**-7 if dtype == BFLOAT16 else 1e-6)
 
 
 def test_gradients_through_a_scan_with_recomputed_layers() -> None:

@@ -15,9 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from blockrank.attention.precision import matmul_precision
 from blockrank.models.config import DecoderConfig, RopeConfig
-from blockrank.models.products import product
+from blockrank.models.products import product, scaled_product
 
 
 class Quantized(nnx.Param):
@@ -46,11 +45,7 @@ class Linear(nnx.Module):
 
     def _product(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
         kernel = self.kernel[...]
-        if self.kernel_scale is None:
-            return product(x, kernel)
-        precision = matmul_precision(x.dtype)
-        y = jnp.matmul(x, kernel.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-        return (y * self.kernel_scale[...]).astype(x.dtype)
+        return product(x, kernel) if self.kernel_scale is None else scaled_product(x, kernel, self.kernel_scale[...])
 
 
 class RMSNorm(nnx.Module):

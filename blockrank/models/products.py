@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
 
 from blockrank.attention.precision import matmul_precision
 from blockrank.parallel import target_platform
@@ -19,6 +19,28 @@ def product(x: Float[Array, "*n i"], kernel: Float[Array, "i o"]) -> Float[Array
     if x.dtype == jnp.bfloat16 and target_platform() == "cpu":
         return _bfloat16_product(x, kernel)
     return jnp.matmul(x, kernel.astype(x.dtype), precision=matmul_precision(x.dtype))
+
+
+@jax.custom_vjp
+def scaled_product(
+    x: Float[Array, "*n i"], codes: Int8[Array, "i o"], scale: Float[Array, " o"]
+) -> Float[Array, "*n o"]:
+    """`x @ (codes * scale)` in the dtype of `x`, accumulated and scaled in float32. Neither codes nor scales learn."""
+    y = _dot(x, codes.astype(x.dtype), ((x.ndim - 1,), (0,)))
+    return (y * scale).astype(x.dtype)
+
+
+def _scaled_forward(x: Array, codes: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
+    return scaled_product(x, codes, scale), (codes, scale)
+
+
+def _scaled_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    codes, scale = saved
+    scaled = (gradient * scale).astype(gradient.dtype)
+    return _dot(scaled, codes.astype(gradient.dtype), ((gradient.ndim - 1,), (1,))).astype(gradient.dtype), None, None
+
+
+scaled_product.defvjp(_scaled_forward, _scaled_backward)
 
 
 @jax.custom_vjp
@@ -38,7 +60,8 @@ def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array
 
 
 def _dot(a: Array, b: Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    precision = matmul_precision(a.dtype)
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), precision, preferred_element_type=jnp.float32)
 
 
 _bfloat16_product.defvjp(_forward, _backward)
