@@ -149,6 +149,22 @@ def test_a_slice_inside_a_fusion_inside_a_fusion_moves_only_itself() -> None:
     assert costs.bytes == 4 * (4 * 8 + 8 * 16 + 4 * 16) + 4
 
 
+def test_a_slice_of_an_aliased_view_moves_only_itself() -> None:
+    """As TPUs read a layer of stacked int8 kernels: the whole stack is seen in other tiles, and one slice of it read."""
+    view = """
+%retile (v: f32[6,8,16]) -> f32[6,8,16] {
+  %v = f32[6,8,16]{2,1,0} parameter(0)
+  ROOT %copied = f32[6,8,16]{2,1,0} copy(%v)
+}
+"""
+    call = (
+        "%viewed = f32[6,8,16]{2,1,0} fusion(%s.1), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retile"
+    )
+    text = NESTED.replace("HloModule nested\n", "HloModule nested\n" + view)
+    text = text.replace("  %piece =", f"  {call}\n  %piece =").replace("dynamic-slice(%s.1,", "dynamic-slice(%viewed,")
+    assert Program(text).costs.bytes == Program(NESTED).costs.bytes
+
+
 IN_VMEM = """HloModule vmem
 
 %add (x.1: f32[8,16], y.1: f32[8,16]) -> f32[8,16] {

@@ -99,6 +99,11 @@ def finish(process: subprocess.Popen[str], status: int | None = 0) -> tuple[str,
     return out, err
 
 
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """What was logged of each step."""
+    return [row for row in read_metrics(run / "metrics.jsonl") if "train/loss" in row]
+
+
 def parameters(run: Path) -> Any:
     return split_model(load_checkpoint_model(run).model)[1]
 
@@ -113,10 +118,7 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(tmp_path: Path) -> 
     assert [
         line for line in silent.splitlines() if not re.match(r"\[Gloo\]|JAX distributed|Connecting to JAX", line)
     ] == []
-    ours, theirs = (
-        [row for row in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in row]
-        for name in ("two", "one")
-    )
+    ours, theirs = (steps_of(tmp_path / name) for name in ("two", "one"))
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
     for one, other in zip(ours, theirs, strict=True):
         assert len(one["query_ids"]) == 8
@@ -159,7 +161,7 @@ def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
     assert [path.name for path in (two / "checkpoints").iterdir() if path.name.isdigit()] == [str(stopped)]
     for folder in (two, one):
         finish(start(command(file, folder, steps), environment(8)))
-    ours, theirs = (read_metrics(folder / "metrics.jsonl") for folder in (two, one))
+    ours, theirs = steps_of(two), steps_of(one)
     assert [row["query_ids"] for row in ours] == [row["query_ids"] for row in theirs]
     np.testing.assert_allclose(*([row["train/loss"] for row in rows] for rows in (ours, theirs)), rtol=1e-4)
 

@@ -109,7 +109,7 @@ class Program:
     def _read(self, scope: Computation, parameter: Instruction) -> float:
         """How many bytes of its parameter a fused computation reads, fusions inside it included."""
         total, most = 0.0, parameter.moved
-        for use, name in _through_bitcasts(parameter, scope) if most else ():
+        for use, name in _through_views(parameter, scope) if most else ():
             first = use.operands[0] == name
             if use.opcode == "fusion":
                 inner = self.computations[called(use, "calls")]
@@ -133,12 +133,16 @@ def _scattered(costs: Costs) -> Costs:
     return Costs(costs.flops, costs.bytes, *kinds)
 
 
-def _through_bitcasts(op: Instruction, scope: Computation) -> list[tuple[Instruction, str]]:
-    """The users of a value, looking through bitcasts, each with the name it knows the value by."""
+def _through_views(op: Instruction, scope: Computation) -> list[tuple[Instruction, str]]:
+    """The users of a value, looking through other views of it, each with the name it knows the value by.
+
+    A view is a bitcast, or a fusion whose result lies where its operand does (a TPU's way to read int8 in other tiles).
+    """
     found = []
     for use in scope.values():
         if op.name in use.operands:
-            found += _through_bitcasts(use, scope) if use.opcode == "bitcast" else [(use, op.name)]
+            view = use.opcode == "bitcast" or "output_to_operand_aliasing" in use.attributes
+            found += _through_views(use, scope) if view else [(use, op.name)]
     return found
 
 
