@@ -320,8 +320,10 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
             return local_path(str(value)) if hint is Path else as_path(str(value))
         except UserError as error:
             raise UserError(f"config key {key}: {error}") from error
-    name = getattr(hint, "__name__", str(hint))
-    raise UserError(f"config key {key}: expected {name}, got {value!r} ({type(value).__name__})")
+    name, quoted = getattr(hint, "__name__", str(hint)), ""
+    if hint is str and isinstance(value, int | float):
+        quoted = f"; if it is a name or id, quote it, in a shell as \"'{value}'\""
+    raise UserError(f"config key {key}: expected {name}, got {value!r} ({type(value).__name__}){quoted}")
 
 
 def _join(key: str, name: str) -> str:

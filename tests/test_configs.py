@@ -234,7 +234,7 @@ def test_build_converts_and_chooses_by_kind():
         ({"mode": "c"}, "mode: 'c' is none of a, b"),
         ({"pair": [1]}, "pair: expected 2 values"),
         ({"names": "x"}, "names: expected a list, got 'x'"),
-        ({"names": [1]}, r"names\[0\]: expected str, got 1"),
+        ({"names": [1]}, r"names\[0\]: expected str, got 1 \(int\); if it is a name or id, quote it"),
         ({"path": ""}, "path: an empty path"),
         ({"inner": {"rate": -1}}, r"rate must not be negative"),
     ],
