@@ -63,6 +63,12 @@ def test_judged_queries_without_a_list_count_zero_under_max_queries(collection: 
     assert result.report.values("P@1").keys() == set(chosen)
 
 
+def test_a_run_without_a_line_is_named(collection: Path, tmp_path: Path):
+    (collection / "run.trec").write_text("\n")
+    with pytest.raises(UserError, match=r"^candidates=.*run\.trec: holds no list for any query of \S+ \(test\)$"):
+        evaluate(collection, tmp_path / "out")
+
+
 def test_candidates_outside_the_collection_are_dropped_when_asked(collection: Path, tmp_path: Path):
     run = collection / "run.trec"
     run.write_text("q1 Q0 elsewhere 1 9.0 x\n" + run.read_text())

@@ -67,6 +67,10 @@ class HeldOut:
         self.collection = collection
         lists, qrels = open_lists(collection, config), collection.qrels(config.split)
         self.lists, self.qrels = select_judged(lists, qrels, config.max_queries)
+        if not self.lists and not len(lists):
+            raise UserError(
+                f"candidates={config.candidates}: holds no list for any query of {collection.name} ({config.split})"
+            )
         if not self.lists:
             raise UserError(
                 f"max_queries={config.max_queries}: none of the queries chosen from the {config.split} split has a "
