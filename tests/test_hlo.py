@@ -150,7 +150,7 @@ def test_a_slice_inside_a_fusion_inside_a_fusion_moves_only_itself() -> None:
 
 
 def test_a_slice_of_an_aliased_view_moves_only_itself() -> None:
-    """As TPUs read a layer of stacked int8 kernels: the whole stack is seen in other tiles, and one slice of it read."""
+    """As TPUs read a layer of stacked int8 kernels: the stack is seen in other tiles, and one slice of it read."""
     view = """
 %retile (v: f32[6,8,16]) -> f32[6,8,16] {
   %v = f32[6,8,16]{2,1,0} parameter(0)
