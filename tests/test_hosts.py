@@ -115,9 +115,8 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(tmp_path: Path) -> 
     (out, _), (silent, _) = [finish(process) for process in pair]
     finish(start(command(file, tmp_path / "one"), environment(8)))
     assert "checkpoint: " in out
-    assert [
-        line for line in silent.splitlines() if not re.match(r"\[Gloo\]|JAX distributed|Connecting to JAX", line)
-    ] == []
+    torn = r"\[Gloo\]|.*peer rank|JAX distributed|Connecting to JAX"  # Gloo's threads write into each other's lines
+    assert [line for line in silent.splitlines() if line and not re.match(torn, line)] == []
     ours, theirs = (steps_of(tmp_path / name) for name in ("two", "one"))
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
     for one, other in zip(ours, theirs, strict=True):
