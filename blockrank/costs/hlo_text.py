@@ -105,8 +105,7 @@ def _counter(computations: Mapping[str, Computation], loop: Instruction) -> tupl
     before = next(scope for scope in computations.values() if scope.get(loop.name) is loop)
     first, then = (_element(scope, name, index) for scope, name in ((before, loop.operands[0]), (body, _root(body))))
     start, step = _sum(before, first), _sum(body, then)
-    known_start = start is not None and start[1] is None
-    if step is None or step[1] != index or step[0] < 1 or not known_start:
+    if start is None or start[1] is not None or step is None or step[1] != index or step[0] < 1:
         return None
     return start[0], int(limits[0].argument), step[0]
 
